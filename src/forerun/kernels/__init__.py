@@ -1,0 +1,66 @@
+"""The few operations that a decoder is made of, each fused as far as a decode step wants it, in several forms that
+agree: plain torch (reference.py, the slow twin of the others, for any device and dtype), C for bfloat16 on the CPU
+(cpu.py, cpu.c). What a decoder computes is in models/decoder.py; here is only how.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """The tokens of one forward pass: R rows (sequences), each a run of consecutive positions, laid end to end.
+
+    ids, positions: [T] int64. row_start: [R+1] int32, row r is tokens row_start[r]:row_start[r+1] (at least one).
+    block_table: [R,P] int32, the pages of each row in order. logits_at: [N] int64, the tokens whose logits are wanted.
+    The keys and values of a row's earlier positions are in its pages already; those of these tokens are written there.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    row_start: Tensor
+    block_table: Tensor
+    logits_at: Tensor
+
+
+class AttentionShape(NamedTuple):
+    """heads of queries, kv_heads of keys and values, head_dim wide; window: how many positions back a token may look,
+    itself included (0: all of them); eps: of the optional q/k norms."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+    eps: float = 1e-6
+
+
+class Kernels(Protocol):
+    """x is [T,H] in the model's dtype; weights are [out,in], row-major, as in the checkpoint. RMS norms round as
+    transformers does: normalise in float32, round to the dtype, multiply by the norm's weight. Outputs are new
+    tensors in x's dtype unless said otherwise; products accumulate in float32."""
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """rms_norm(x) @ weight.T + bias: the q, k and v of a layer, stacked in that order.  [T,H] -> [T,O]"""
+
+    def attend(
+        self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+        key_pages: Tensor, value_pages: Tensor, batch: Batch,
+    ) -> Tensor:
+        """Norm each head's q and k (if the norms are given, [head_dim]), rotate them by their positions (cos and sin:
+        [max_positions, head_dim/2] float32; halves are paired, as in transformers' rotate_half), write k and v into
+        the pages ([pages, kv_heads, block_size, head_dim], in place), then attend, causally, over the row's pages.
+        qkv: [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim]"""
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """residual + (x @ weight.T + bias): the way out of attention and of the MLP.  [T,I], [T,H] -> [T,H]"""
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """silu(g) * u of rms_norm(x) @ weight.T = [g, u]; weight stacks gate over up, [2I,H].  [T,H] -> [T,I]"""
+
+    def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """rms_norm(x) @ weight.T in float32: the logits.  [N,H] -> [N,V] float32"""
+
+    def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """[T,H] -> [T,H]"""

@@ -1,0 +1,74 @@
+"""The kernels in plain torch: for any device and dtype, written to be read and to be compared with. Each row's
+attention gathers its pages and calls torch's scaled_dot_product_attention; nothing here is tuned.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.kernels import AttentionShape, Batch
+
+
+def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return norm * wide.to(x.dtype)
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(rms_norm(x, norm, eps), weight, bias)
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    return residual + F.linear(x, weight, bias)
+
+
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    gate, up = F.linear(rms_norm(x, norm, eps), weight).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def norm_logits(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    return F.linear(rms_norm(x, norm, eps), weight).float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [T,heads,D]; cos, sin: [T,D/2] float32."""
+    a, b = x.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def attend(
+    qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    key_pages: Tensor, value_pages: Tensor, batch: Batch,
+) -> Tensor:
+    heads, kv_heads, dim, window, eps = shape
+    total, block = qkv.shape[0], key_pages.shape[2]
+    q, k, v = qkv.view(total, -1, dim).split((heads, kv_heads, kv_heads), 1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    q = rotate(q, cos[batch.positions], sin[batch.positions])
+    k = rotate(k, cos[batch.positions], sin[batch.positions])
+
+    out = torch.empty(total, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    starts = batch.row_start.tolist()
+    for row, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        positions = batch.positions[begin:end]
+        page = batch.block_table[row, positions // block].long()
+        key_pages[page, :, positions % block] = k[begin:end]
+        value_pages[page, :, positions % block] = v[begin:end]
+        seen = int(positions[-1]) + 1
+        pages = batch.block_table[row, : (seen + block - 1) // block].long()
+        keys = key_pages[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :seen]  # [kv_heads,seen,D]
+        values = value_pages[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :seen]
+        at = torch.arange(seen, device=qkv.device)
+        mask = at[None] <= positions[:, None]  # [t,seen]
+        if window:
+            mask &= at[None] > positions[:, None] - window
+        out[begin:end] = F.scaled_dot_product_attention(
+            q[begin:end].transpose(0, 1)[None], keys[None], values[None], mask, enable_gqa=True
+        )[0].transpose(0, 1)
+    return out.view(total, heads * dim)
