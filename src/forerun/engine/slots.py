@@ -1,0 +1,41 @@
+"""The state of the live sequences as tensors of fixed shape, one line (slot) for each: their tokens, lengths and pages.
+What each number means is decided elsewhere (scheduler.py, step.py); this is where they lie.
+
+    tokens[slot]:  | prompt ............ | output ....... x | drafts of this step | stale ... |
+                   0                                 length-1  length                         L
+    x, the last committed token, has no keys and values yet: a decode step computes them with those of the drafts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Slots:
+    """tokens: [S,L] int64; length: [S] int64, committed tokens; block_table: [S,P] int32."""
+
+    def __init__(self, count: int, width: int, pages: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
+        self.length = torch.zeros(count, dtype=torch.int64, device=device)
+        self.block_table = torch.zeros(count, pages, dtype=torch.int32, device=device)
+
+    def set(self, slot: int, ids: tuple[int, ...] | list[int]) -> None:
+        """Give the slot to a sequence with these committed tokens."""
+        self.tokens[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        self.length[slot] = len(ids)
+
+    def history(self, slot: int) -> np.ndarray:
+        """The committed tokens of a slot, [length] int64, without a copy. Slots on the CPU only."""
+        return self.tokens.numpy()[slot, : int(self.length[slot])]
+
+    def write_drafts(self, slot: Tensor, drafts: Tensor) -> None:
+        """Lay drafts [B,K] behind the committed tokens of the slots [B]."""
+        at = self.length[slot][:, None] + torch.arange(drafts.shape[1], device=drafts.device)  # [B,K]
+        self.tokens[slot[:, None], at] = drafts
+
+    def commit(self, slot: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """Append tokens [B,K+1], of each row the first count [B]; what lies past them is stale."""
+        self.write_drafts(slot, tokens)
+        self.length[slot] += count
