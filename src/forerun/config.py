@@ -27,6 +27,7 @@ class Speculation:
     draft_model: model, and max_model_len if its context is to be shorter than its own; draft_sample_method
     greedy or probabilistic.
     rejection_sample_method: standard, or block (block verification; differs for drafts with probabilities only).
+    num_speculative_tokens_per_batch_size: [[low, high, k], ...]: while low .. high sequences run, k (0: no drafts) instead.
     Raises SettingError.
     """
 
@@ -42,6 +43,7 @@ class Speculation:
     max_model_len: int | None = None
     draft_sample_method: str = "greedy"
     rejection_sample_method: str = "standard"
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, "method", self.method, f"give one of {', '.join(METHODS)}")
@@ -68,6 +70,16 @@ class Speculation:
         require(self.draft_sample_method in ("greedy", "probabilistic"), "draft_sample_method", self.draft_sample_method, "give greedy or probabilistic")
         require(self.rejection_sample_method in ("standard", "block"), "rejection_sample_method", self.rejection_sample_method, "give standard or block")
 
+        schedule = self.num_speculative_tokens_per_batch_size
+        if schedule is not None:
+            remedy = f"give [[low, high, k], ...] with 1 <= low <= high and 0 <= k <= num_speculative_tokens ({k}), for instance [[1, 8, {k}], [9, 64, 0]]"
+            try:
+                schedule = tuple((int(low), int(high), int(width)) for low, high, width in schedule)
+            except (TypeError, ValueError):
+                raise SettingError("num_speculative_tokens_per_batch_size", schedule, remedy) from None
+            require(all(1 <= low <= high and 0 <= width <= k for low, high, width in schedule), "num_speculative_tokens_per_batch_size", schedule, remedy)
+            object.__setattr__(self, "num_speculative_tokens_per_batch_size", schedule)
+
     # which settings each method reads; a setting given to a method that does not read it is an error, not ignored
     @staticmethod
     def keys_of(method: str) -> frozenset[str]:
@@ -78,7 +90,7 @@ class Speculation:
             "draft_model": {"model", "max_model_len", "draft_sample_method"},
             "prediction": set(),
         }
-        return frozenset({"method", "num_speculative_tokens", "rejection_sample_method"} | own[method])
+        return frozenset({"method", "num_speculative_tokens", "rejection_sample_method", "num_speculative_tokens_per_batch_size"} | own[method])
 
     @classmethod
     def parse(cls, value: Speculation | Mapping[str, Any] | str | None) -> Speculation | None:
@@ -139,6 +151,10 @@ class EngineConfig:
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
+        require(
+            self.max_num_batched_tokens >= self.max_num_seqs, "max_num_batched_tokens", self.max_num_batched_tokens,
+            f"give at least max_num_seqs ({self.max_num_seqs}): every sequence gets a token in each step",
+        )
         require(self.dtype in ("auto", "float32", "bfloat16", "float16"), "dtype", self.dtype, "give auto, float32, bfloat16 or float16")
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "give auto, cpu or cuda")
         require(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "give 2 or more")

@@ -123,10 +123,12 @@ class Logprob(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What one step did to one request: the tokens it committed (nothing past a stop) and whether it ended."""
+    """What one step did to one request: the tokens it committed (nothing past a stop), the text they set free (it may
+    lag behind the tokens while a character or a possible stop string is unfinished), and whether it ended."""
 
     request_id: str
     tokens: tuple[int, ...]
+    text: str
     logprobs: tuple[Logprob, ...]
     finish_reason: FinishReason | None
 

@@ -1,5 +1,5 @@
-"""The drafters: what guesses the next tokens. One file for each kind; the table in `make` is the only place that knows
-their names. A drafter never decides what is emitted: a wrong one costs time, never correctness.
+"""The drafters: what guesses the next tokens. One file for each kind; table.py is the only place
+that knows their names. A drafter never decides what is emitted: a wrong one costs time, never correctness.
 """
 
 from __future__ import annotations

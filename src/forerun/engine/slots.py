@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.kernels import Batch
+
 
 class Slots:
     """tokens: [S,L] int64; length: [S] int64, committed tokens; block_table: [S,P] int32."""
@@ -29,6 +31,22 @@ class Slots:
     def history(self, slot: int) -> np.ndarray:
         """The committed tokens of a slot, [length] int64, without a copy. Slots on the CPU only."""
         return self.tokens.numpy()[slot, : int(self.length[slot])]
+
+    def batch(self, slot: np.ndarray, begin: np.ndarray, count: np.ndarray, logits_at: np.ndarray) -> Batch:
+        """A forward pass over the tokens begin .. begin + count - 1 of each of these slots ([R] each, on the host), laid
+        end to end without padding, with logits wanted at these [N] of the flat tokens."""
+        device = self.tokens.device
+        row_start = np.concatenate(([0], np.cumsum(count)))
+        row = np.repeat(np.arange(len(slot)), count)  # [T]
+        position = np.arange(row_start[-1]) - row_start[row] + begin[row]  # [T]
+        slots, positions = torch.from_numpy(slot).to(device), torch.from_numpy(position).to(device)
+        return Batch(
+            ids=self.tokens[torch.from_numpy(slot[row]).to(device), positions],
+            positions=positions,
+            row_start=torch.from_numpy(row_start.astype(np.int32)).to(device),
+            block_table=self.block_table[slots],
+            logits_at=torch.from_numpy(logits_at).to(device),
+        )
 
     def write_drafts(self, slot: Tensor, drafts: Tensor) -> None:
         """Lay drafts [B,K] behind the committed tokens of the slots [B]."""

@@ -1,0 +1,219 @@
+"""The owner of everything that runs: takes requests, makes steps, gives events. Where a text ends is decided here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from forerun.config import EngineConfig
+from forerun.drafters import Drafter
+from forerun.engine.pages import Pages
+from forerun.engine.policy import Policy
+from forerun.engine.scheduler import PlanRow, Scheduler, Sequence
+from forerun.engine.slots import Slots
+from forerun.engine.stats import DraftStats
+from forerun.engine.step import Committed, Step
+from forerun.engine.text import Detokenizer, TextStream
+from forerun.models.decoder import KVCache, Target
+from forerun.types import Event, FinishReason, Request, require
+from forerun.verify.sampling import SamplingState
+
+MakeDrafter = Callable[[Slots, SamplingState, KVCache], Drafter | None]
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Since the last reset: steps made; host seconds of their parts (other: planning, text, bookkeeping); tokens whose
+    keys and values were computed for prompts, found in the prefix cache, and committed as output; preemptions; and
+    what drafting did, over all requests."""
+
+    steps: int = 0
+    draft_s: float = 0.0
+    forward_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    drafts: DraftStats = field(default_factory=DraftStats)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that the device has free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Engine:
+    def __init__(
+        self, target: Target, config: EngineConfig, make_drafter: MakeDrafter, detokenizer: Callable[[], Detokenizer]
+    ) -> None:
+        """make_drafter builds the drafter on the engine's own state; detokenizer makes a fresh one for each request."""
+        model, speculation = target.config, config.speculation
+        self.config = config
+        self.max_model_len = config.max_model_len or model.max_position_embeddings
+        limit = model.max_position_embeddings
+        require(self.max_model_len <= limit, "max_model_len", self.max_model_len, f"the model takes at most {limit}")
+        device = target.device
+        width = speculation.num_speculative_tokens if speculation else 0
+        tokens = config.kv_cache_tokens or self._default_kv_tokens(target)
+        pages = Pages(tokens // config.block_size, config.block_size, config.enable_prefix_caching)
+
+        self.slots = Slots(config.max_num_seqs, self.max_model_len + width + 1, pages.needed(self.max_model_len + width), device)
+        self.sampling = SamplingState(self.slots.tokens, self.slots.length, model.vocab_size)
+        self.kv = KVCache.make(model, pages.count + 1, config.block_size, target.dtype, device)
+        self.drafter = make_drafter(self.slots, self.sampling, self.kv)
+        block = speculation is not None and speculation.rejection_sample_method == "block"
+        self._step = Step(target, self.kv, self.slots, self.sampling, self.drafter, block)
+        self.scheduler = Scheduler(pages, Policy(speculation), config.max_num_seqs, config.max_num_batched_tokens)
+        self.stats = EngineStats()
+        self._vocab = model.vocab_size
+        self._detokenizer = detokenizer
+        self._live: dict[str, Sequence] = {}
+        self._texts: dict[str, TextStream] = {}
+
+    def _default_kv_tokens(self, target: Target) -> int:
+        whole = self.config.max_num_seqs * self.max_model_len
+        affordable = free_memory(target.device) // 4 // target.config.kv_bytes_per_token(target.dtype)
+        return max(min(whole, affordable), self.max_model_len) + self.config.block_size
+
+    @property
+    def kv_tokens(self) -> int:
+        """How many tokens' keys and values the cache holds."""
+        return self.scheduler.pages.count * self.config.block_size
+
+    def settings(self) -> dict[str, Any]:
+        """What is in force, every default filled in."""
+        c = self.config
+        return {
+            "dtype": str(self.kv.keys[0].dtype).removeprefix("torch."), "device": str(self.slots.length.device),
+            "max_model_len": self.max_model_len, "max_num_seqs": c.max_num_seqs,
+            "max_num_batched_tokens": c.max_num_batched_tokens, "block_size": c.block_size, "kv_cache_tokens": self.kv_tokens,
+            "enable_prefix_caching": c.enable_prefix_caching, "seed": c.seed, "threads": torch.get_num_threads(),
+            "speculative_config": c.speculation.effective() if c.speculation else None,
+        }
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request; returns its sequence, to be read as it runs. Raises SettingError if it can never run here."""
+        prompt, limit = len(request.prompt_ids), self.max_model_len
+        require(request.id not in self._live, "request id", request.id, "it is in use; give another")
+        require(prompt > 0, "prompt", "", "it has no tokens; give at least one")
+        require(prompt < limit, "prompt", f"{prompt} tokens", f"the context is {limit} tokens and one must be left to answer; shorten it or raise max_model_len")
+        bad = [i for i in request.prompt_ids if not 0 <= i < self._vocab]
+        require(not bad, "prompt", bad[:3], f"token ids run from 0 to {self._vocab - 1}")
+        for name, ids in (("logit_bias", request.params.logit_bias or ()), ("stop_token_ids", request.stop_ids), ("banned_token_ids", sum(request.banned, ()))):
+            bad = [i for i in ids if not 0 <= i < self._vocab]
+            require(not bad, name, bad[:3], f"token ids run from 0 to {self._vocab - 1}")
+        most = prompt + request.max_tokens
+        require(most <= limit, "max_tokens", request.max_tokens, f"with the prompt's {prompt} tokens the context of {limit} leaves {limit - prompt}")
+        require(most <= self.kv_tokens, "max_tokens", request.max_tokens, f"prompt and answer are {most} tokens and the KV cache holds {self.kv_tokens}; raise kv_cache_tokens")
+        sequence = self._live[request.id] = self.scheduler.add(request)
+        params = request.params
+        self._texts[request.id] = TextStream(self._detokenizer(), params.stop, params.include_stop_str_in_output)
+        return sequence
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is; its pages are free at once. False if there is none of that id."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._end(sequence)
+        return sequence is not None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def step(self) -> list[Event]:
+        """One step of all that runs; what it did, an event for each request it touched."""
+        start = time.perf_counter()
+        plan = self.scheduler.plan()
+        for slot in plan.preempted:
+            self._leave(slot, finished=False)
+        for sequence in plan.admitted:
+            self._admit(sequence)
+        for row in plan.rows:
+            self._lay_pages(row.sequence)
+        if not plan.rows:
+            return []
+        committed, times = self._step.run(plan)
+        events = [event for one in committed if (event := self._commit(one)) is not None]
+
+        stats = self.stats
+        stats.steps += 1
+        stats.preemptions += len(plan.preempted)
+        stats.draft_s += times.draft
+        stats.forward_s += times.forward
+        stats.verify_s += times.verify
+        stats.other_s += time.perf_counter() - start - sum(times)
+        return events
+
+    def _admit(self, sequence: Sequence) -> None:
+        self.slots.set(sequence.slot, sequence.ids)
+        sequence.laid = 0
+        sequence.admitted_at = sequence.admitted_at or time.perf_counter()
+        self.sampling.set(sequence.slot, sequence.request)
+        self.stats.cached_tokens += sequence.computed
+        if self.drafter is not None:
+            self.drafter.admit(sequence.slot, sequence.request)
+
+    def _lay_pages(self, sequence: Sequence) -> None:
+        """Write the pages it got since last time into its block table."""
+        new = sequence.pages[sequence.laid :]
+        if new:
+            self.slots.block_table[sequence.slot, sequence.laid : len(sequence.pages)] = torch.tensor(new, dtype=torch.int32)
+            sequence.laid = len(sequence.pages)
+
+    def _commit(self, one: Committed) -> Event | None:
+        """Cut the block where the request ends; count, publish and report what is left of it."""
+        row, sequence = one.row, one.row.sequence
+        if not row.samples:
+            self.scheduler.commit(row, [])
+            self.stats.prompt_tokens += row.pending
+            return None
+        tokens, text, reason = self._cut(sequence, one.tokens)
+        prompt = row.pending if sequence.generated == 0 else row.pending - 1
+        self.scheduler.commit(row, tokens)
+        if sequence.generated > len(tokens) or one.drafted:  # the step that ends a prompt verifies nothing
+            accepted = min(len(one.tokens) - 1, len(tokens))
+            for stats in (sequence.stats, self.stats.drafts):
+                stats.count(one.drafted, accepted)
+        self.stats.prompt_tokens += prompt
+        self.stats.output_tokens += len(tokens)
+        if reason is not None:
+            self.slots.length[sequence.slot] = len(sequence.ids)  # what ran past the stop is not history
+            self._end(sequence)
+        return Event(sequence.request.id, tuple(tokens), text, tuple(one.logprobs[: len(tokens)]), reason)
+
+    def _cut(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], str, FinishReason | None]:
+        """The tokens up to the first that ends the request, with the text they set free and the reason."""
+        request, stream, text = sequence.request, self._texts[sequence.request.id], ""
+        generated = sequence.generated
+        for i, token in enumerate(tokens):
+            generated += 1
+            if token in request.stop_ids:
+                return tokens[: i + 1], text + stream.finish(), "stop"
+            piece, stopped = stream.push(token, generated >= request.params.min_tokens)
+            text += piece
+            if stopped:
+                return tokens[: i + 1], text, "stop"
+            if generated == request.max_tokens:
+                return tokens[: i + 1], text + stream.finish(), "length"
+        return tokens, text, None
+
+    def _end(self, sequence: Sequence) -> None:
+        slot = self.scheduler.finish(sequence)
+        del self._live[sequence.request.id], self._texts[sequence.request.id]
+        if slot >= 0:
+            self._leave(slot, finished=True)
+
+    def _leave(self, slot: int, finished: bool) -> None:
+        if self.drafter is not None:
+            self.drafter.release(slot, finished)
+        self.sampling.clear(slot)

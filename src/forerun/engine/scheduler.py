@@ -1,0 +1,190 @@
+"""Which sequences take part in the next step, with how many tokens each: admits, cuts prompts into chunks, hands out
+pages, and sends sequences back to wait when pages run out. Knows no torch; what a step does is step.py's.
+
+    ids of a sequence:  | computed: keys and values are in its pages | pending: committed, not computed yet |
+    a prompt is pending until its chunks are done; a decoding sequence has one pending token, the last one committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from forerun.engine.pages import ROOT, Pages
+from forerun.engine.policy import Policy
+from forerun.engine.stats import DraftStats
+from forerun.types import Request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request under way. serial and published belong to the prefix cache: its last published page and how many;
+    laid: how many of its pages stand in the slot's block table;
+    admitted_at: when it first got a slot (perf_counter seconds)."""
+
+    request: Request
+    ids: list[int]
+    computed: int = 0
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    serial: int = ROOT
+    published: int = 0
+    laid: int = 0
+    admitted_at: float = 0.0
+    stats: DraftStats = field(default_factory=DraftStats)
+
+    @property
+    def generated(self) -> int:
+        return len(self.ids) - len(self.request.prompt_ids)
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens it may still produce."""
+        return self.request.max_tokens - self.generated
+
+    @property
+    def pending(self) -> int:
+        return len(self.ids) - self.computed
+
+
+class PlanRow(NamedTuple):
+    """A sequence's part in a step: `pending` committed tokens are computed and up to k drafted ones verified.
+    samples: the pending ones are all there are, so the step commits new tokens for it."""
+
+    sequence: Sequence
+    pending: int
+    k: int
+    samples: bool
+
+
+class Plan(NamedTuple):
+    """rows in the order of the step; admitted: those that came in with it; preempted: slots given up for it."""
+
+    rows: list[PlanRow]
+    admitted: list[Sequence]
+    preempted: list[int]
+
+
+class Scheduler:
+    def __init__(self, pages: Pages, policy: Policy, slots: int, budget: int) -> None:
+        """slots: sequences at once; budget: tokens of a step, drafts included (at least `slots`)."""
+        self.pages, self.policy, self.budget = pages, policy, budget
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._slots = list(range(slots - 1, -1, -1))
+
+    def add(self, request: Request) -> Sequence:
+        sequence = Sequence(request, list(request.prompt_ids))
+        self.waiting.append(sequence)
+        return sequence
+
+    def plan(self) -> Plan:
+        """The next step. Every decoding row gets its one token; then prompts get at least half of what is left of the
+        budget, so that drafts cannot starve them; then drafts; what drafts leave goes to prompts too. Drafts never
+        preempt: they take what pages are free."""
+        preempted: list[int] = []
+        decoding = [s for s in self.running if s.pending == 1]
+        for sequence in decoding:
+            self._make_room(sequence, len(sequence.ids), preempted)
+        decoding = [s for s in decoding if s.slot >= 0]
+        prefilling = [s for s in self.running if s.pending > 1]
+
+        left = self.budget - len(decoding)
+        prompts = sum(s.pending for s in prefilling) + (sum(s.pending for s in self.waiting) if self._slots else 0)
+        for_drafts = left - min(prompts, (left + 1) // 2)
+
+        rows: list[PlanRow] = []
+        running = len(self.running)
+        for sequence in decoding:
+            k = min(self.policy.k(running, sequence.remaining), for_drafts)
+            k = self._grow(sequence, len(sequence.ids), k)
+            for_drafts -= k
+            left -= k
+            rows.append(PlanRow(sequence, 1, k, True))
+
+        for sequence in prefilling:
+            if sequence.slot < 0 or left == 0:
+                continue
+            chunk = min(sequence.pending, left)
+            self._make_room(sequence, sequence.computed + chunk, preempted)
+            if sequence.slot < 0:
+                continue
+            left -= chunk
+            rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending))
+
+        admitted = [] if preempted else self._admit(left, rows)
+        rows = [row for row in rows if row.sequence.slot >= 0]  # a later row may have preempted an earlier one's sequence
+        return Plan(rows, admitted, preempted)
+
+    def _admit(self, left: int, rows: list[PlanRow]) -> list[Sequence]:
+        admitted = []
+        while self.waiting and self._slots and left > 0:
+            sequence = self.waiting[0]
+            prefix = self.pages.match(sequence.ids)
+            self.pages.hold(prefix.pages)  # before counting: idle pages that are held are no longer free
+            wanted = self.pages.needed(len(sequence.ids)) - len(prefix.pages)
+            if wanted > self.pages.free:
+                self.pages.release(prefix.pages)
+                break
+            self.waiting.popleft()
+            sequence.slot = self._slots.pop()
+            sequence.pages = prefix.pages + self.pages.allocate(wanted)
+            sequence.serial, sequence.published = prefix.serial, len(prefix.pages)
+            sequence.computed = len(prefix.pages) * self.pages.block_size
+            self.running.append(sequence)
+            admitted.append(sequence)
+            chunk = min(sequence.pending, left)
+            left -= chunk
+            rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending))
+        return admitted
+
+    def _grow(self, sequence: Sequence, tokens: int, k: int) -> int:
+        """Pages for up to k tokens more than `tokens`, without disturbing anyone; returns how many there is room for."""
+        wanted = self.pages.needed(tokens + k) - len(sequence.pages)
+        if wanted > 0:
+            sequence.pages += self.pages.allocate(min(wanted, self.pages.free))
+        return min(k, len(sequence.pages) * self.pages.block_size - tokens)
+
+    def _make_room(self, sequence: Sequence, tokens: int, preempted: list[int]) -> None:
+        """Pages for so many tokens, sending the sequences that came last back to wait until there are enough."""
+        while sequence.slot >= 0:
+            wanted = self.pages.needed(tokens) - len(sequence.pages)
+            if wanted <= self.pages.free:
+                if wanted > 0:
+                    sequence.pages += self.pages.allocate(wanted)
+                return
+            last = self.running[-1]
+            preempted.append(last.slot)
+            self._leave(last)
+            last.computed, last.serial, last.published = 0, ROOT, 0
+            self.waiting.appendleft(last)
+
+    def commit(self, row: PlanRow, tokens: list[int]) -> None:
+        """A step computed the row's pending tokens and committed these (none while its prompt is not through).
+        Rejecting is not advancing: keys and values of rejected drafts lie past `computed` and get overwritten."""
+        sequence = row.sequence
+        accepted = max(len(tokens) - 1, 0)
+        sequence.computed += row.pending + accepted
+        sequence.ids += tokens
+        size = self.pages.block_size
+        while (sequence.published + 1) * size <= sequence.computed:
+            begin = sequence.published * size
+            page = sequence.pages[sequence.published]
+            sequence.serial = self.pages.publish(page, sequence.serial, sequence.ids[begin : begin + size])
+            sequence.published += 1
+
+    def finish(self, sequence: Sequence) -> int:
+        """It ended or was aborted, wherever it is; returns the slot it leaves, -1 if it had none."""
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+            return -1
+        slot = sequence.slot
+        self._leave(sequence)
+        return slot
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._slots.append(sequence.slot)
+        self.pages.release(sequence.pages)
+        sequence.slot, sequence.pages = -1, []

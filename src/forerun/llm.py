@@ -1,0 +1,268 @@
+"""The Python door: prompts in, texts out. Turns texts and messages into requests and the engine's events into outputs;
+decides nothing about decoding.
+
+    llm = LLM("smollm2-135m-instruct", speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    print(llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=64))[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from forerun.config import EngineConfig, Speculation
+from forerun.drafters.table import TABLE, Surroundings
+from forerun.engine.engine import Engine, EngineStats
+from forerun.engine.scheduler import Sequence as Live
+from forerun.engine.stats import DraftStats
+from forerun.models import hub
+from forerun.models.decoder import Target
+from forerun.models.tokenizer import Tokenizer
+from forerun.types import FinishReason, Logprob, Request, SamplingParams, SettingError, require
+from forerun.verify.noise import child_seed
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LoadedModel(NamedTuple):
+    """Weights and tokenizer, which several LLMs can share. name: as it was asked for."""
+
+    name: str
+    folder: Path
+    target: Target
+    tokenizer: Tokenizer
+
+
+class Timing(NamedTuple):
+    """Seconds since the request was submitted: until it was admitted, until its first token, until its last."""
+
+    queued_s: float
+    ttft_s: float
+    e2e_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One continuation: text without special tokens and stop strings, all its token ids (a stop token included)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[Logprob, ...] | None
+    stats: DraftStats
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The n completions of one prompt."""
+
+    prompt_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+
+    @property
+    def text(self) -> str:
+        """The first completion's text."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first completion's token ids."""
+        return self.completions[0].token_ids
+
+
+class Chunk(NamedTuple):
+    """What one step added to a streamed answer; finish_reason with the last one."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stats: DraftStats
+
+
+class _Growing:
+    """A completion under way."""
+
+    def __init__(self, live: Live) -> None:
+        self.live, self.start = live, time.perf_counter()
+        self.text: list[str] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.first = self.end = 0.0
+        self.reason: FinishReason | None = None
+
+    def done(self) -> Completion:
+        assert self.reason is not None
+        start = self.start
+        timing = Timing(self.live.admitted_at - start, self.first - start, self.end - start)
+        wanted = self.live.request.params.logprobs is not None
+        logprobs = tuple(self.logprobs) if wanted else None
+        return Completion("".join(self.text), tuple(self.tokens), self.reason, logprobs, self.live.stats, timing)
+
+
+class LLM:
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = None,
+        *,
+        speculative_config: Speculation | Mapping[str, Any] | str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 2048,
+        block_size: int = 16,
+        kv_cache_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """model: a local folder, a Hugging Face id, a GGUF file, the default model (None), or a model already loaded
+        with LLM.load. speculative_config: vLLM's keys, as a mapping or its JSON; None decodes without drafts. The other
+        settings are EngineConfig's. Raises SettingError, and LoadError for weights that do not fit."""
+        config = EngineConfig(
+            dtype, device, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, kv_cache_tokens,
+            enable_prefix_caching, seed, Speculation.parse(speculative_config),
+        )
+        loaded = model if isinstance(model, LoadedModel) else LLM.load(model, dtype, device)
+        self.model, self.tokenizer = loaded, loaded.tokenizer
+        speculation = config.speculation
+        drafter_model = None
+        if speculation is not None and speculation.model is not None:
+            drafter = LLM.load(speculation.model, dtype, device)
+            same = drafter.tokenizer.vocabulary() == self.tokenizer.vocabulary()
+            require(same, "model", speculation.model, f"its vocabulary is not the target's ({loaded.name}); give a drafter of the same family")
+            drafter_model = drafter.target
+
+        def make_drafter(slots: Any, sampling: Any, kv: Any) -> Any:
+            if speculation is None:
+                return None
+            return TABLE[speculation.method](speculation, Surroundings(slots, sampling, kv, config, self.tokenizer.size, drafter_model))
+
+        self.engine = Engine(loaded.target, config, make_drafter, self.tokenizer.detokenizer)
+        self._numbers = itertools.count()
+
+    @staticmethod
+    def load(model: str | Path | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+        """Resolve, fetch if need be, and load a model and its tokenizer once, to be shared."""
+        folder = hub.resolve(model)
+        where = torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
+        return LoadedModel(str(model or hub.DEFAULT), folder, Target.load(folder, dtype, where), Tokenizer.load(folder))
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting in force, defaults filled in."""
+        return {"model": self.model.name, **self.engine.settings()}
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats
+
+    def reset_stats(self) -> None:
+        self.engine.stats = EngineStats()
+
+    def clear_prefix_cache(self) -> None:
+        self.engine.scheduler.pages.clear()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Output]:
+        """Continue each prompt (text, or token ids). params: one for all, or one each. progress is called after each
+        step with (completions done, tokens produced). Outputs come in the order of the prompts. Raises SettingError
+        before anything runs; if interrupted, what was running is aborted."""
+        texts = self._prompts(prompts)
+        each = self._params(params, len(texts))
+        requests = [self._requests(prompt, p) for prompt, p in zip(texts, each, strict=True)]
+        growing: dict[str, _Growing] = {}
+        try:
+            for request in itertools.chain.from_iterable(requests):
+                growing[request.id] = _Growing(self.engine.add(request))
+            produced = finished = 0
+            while finished < len(growing):
+                for event in self.engine.step():
+                    one = growing[event.request_id]
+                    one.end = time.perf_counter()
+                    one.first = one.first or one.end
+                    one.text.append(event.text)
+                    one.tokens += event.tokens
+                    one.logprobs += event.logprobs
+                    one.reason = event.finish_reason
+                    produced += len(event.tokens)
+                    finished += event.finish_reason is not None
+                if progress is not None:
+                    progress(finished, produced)
+        finally:
+            for request_id, one in growing.items():
+                if one.reason is None:
+                    self.engine.abort(request_id)
+        return [Output(group[0].prompt_ids, tuple(growing[r.id].done() for r in group)) for group in requests]
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Output]:
+        """Answer one conversation or several, rendered with the model's chat template."""
+        many: Any = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
+        return self.generate([self.chat_ids(c) for c in many], params, progress)
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt ids of a conversation."""
+        return self.tokenizer.encode(self.tokenizer.render_chat(messages), special=False)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Continue one prompt, a chunk for each step that committed tokens. Closing the iterator aborts the request."""
+        given = params or SamplingParams()
+        require(given.n == 1, "n", given.n, "a stream is of one completion; give 1, or use generate")
+        (request,) = self._requests(self._prompts([prompt])[0], given)
+        live = self.engine.add(request)
+        try:
+            while self.engine.has_work:
+                for event in self.engine.step():
+                    if event.request_id == request.id:
+                        yield Chunk(event.text, event.tokens, event.finish_reason, live.stats)
+                        if event.finish_reason is not None:
+                            return
+        finally:
+            self.engine.abort(request.id)
+
+    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[int, ...]]:
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many: Any = [prompts] if one else prompts
+        return [tuple(self.tokenizer.encode(p) if isinstance(p, str) else p) for p in many]
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        require(len(params) == count, "params", f"{len(params)} of them", f"give one for all, or one for each of the {count} prompts")
+        return list(params)
+
+    def _requests(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
+        """n requests, seeded apart, with every default filled in."""
+        engine, tokenizer = self.engine, self.tokenizer
+        left = engine.max_model_len - len(prompt)
+        speculation = engine.config.speculation
+        if params.prediction is not None and (speculation is None or speculation.method != "prediction"):
+            raise SettingError("prediction", params.prediction[:20], 'this engine does not use it; start it with speculative_config "prediction"')
+        banned = params.banned_token_ids + tuple(ids for word in params.bad_words for ids in tokenizer.spellings(word))
+        stop = params.stop_token_ids + (() if params.ignore_eos else tuple(self.model.target.config.eos_ids))
+        prediction = tuple(tokenizer.encode(params.prediction, special=False)) if params.prediction else ()
+        number = next(self._numbers)
+        seed = child_seed(engine.config.seed, number) if params.seed is None else params.seed
+        return [
+            Request(
+                id=f"{number}.{i}", prompt_ids=prompt, params=params,
+                max_tokens=max(left, 0) if params.max_tokens is None else params.max_tokens,
+                seed=seed if params.n == 1 else child_seed(seed, i), stop_ids=tuple(dict.fromkeys(stop)), banned=banned, prediction=prediction,
+            )
+            for i in range(params.n)
+        ]
