@@ -1,0 +1,136 @@
+"""Prompt look-up: propose what followed the last few tokens the first time they occurred in prompt + output.
+
+Semantics are vLLM's `ngram`: of the suffixes of length min_n .. max_n that occurred before, the longest; of its
+occurrences the earliest; then up to k tokens behind it, fewer where the context ends. The earlier occurrence may overlap
+the suffix. Two forms that agree: NgramIndex on the host, and `match` on tensors of fixed shape. Neither knows the model.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.config import Speculation
+from forerun.drafters import Needs, Rows
+from forerun.drafters.host import pack
+from forerun.engine.slots import Slots
+from forerun.types import Draft, Request
+
+WORD = 4  # bytes of a token id in the keys of the index
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text first ended. Adding a token costs max_n - min_n + 1 dictionary entries."""
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self.lengths = range(min_n, max_n + 1)
+        self.first: dict[int, dict[bytes, int]] = {n: {} for n in self.lengths}  # n-gram's bytes -> where it first ended
+        self.size = 0
+
+    def catch_up(self, text: np.ndarray) -> None:
+        """Index the tokens of text, [N] integers, past those seen before; what was seen before must not have changed."""
+        if len(text) <= self.size:
+            return
+        base = max(0, self.size - self.lengths.stop + 2)  # max_n - 1 tokens back: the longest n-gram with a new end
+        chunk = text[base:].astype("<i4").tobytes()
+        for n, first in self.first.items():
+            ends = range(max(n, self.size + 1), len(text) + 1)
+            keys = [chunk[(end - n - base) * WORD : (end - base) * WORD] for end in ends]
+            if first:
+                for key, end in zip(keys, ends, strict=True):
+                    first.setdefault(key, end)
+            else:  # the prompt, in one go: backwards, so that the earliest end is the one that stays
+                first.update(zip(reversed(keys), reversed(ends), strict=True))
+        self.size = len(text)
+
+    def find(self, text: np.ndarray) -> int | None:
+        """Where the earliest earlier occurrence of the longest suffix ends, or None. text is what was indexed."""
+        for n in reversed(self.lengths):
+            if n < len(text):
+                end = self.first[n][text[-n:].astype("<i4").tobytes()]  # the suffix itself is indexed, so it is there
+                if end < len(text):
+                    return end
+        return None
+
+    def propose(self, text: np.ndarray, k: int) -> list[int]:
+        """Up to k tokens expected behind text, [N] integers, after indexing what is new of it."""
+        self.catch_up(text)
+        end = self.find(text)
+        return [] if end is None else text[end : end + k].tolist()
+
+
+def match(tokens: Tensor, length: Tensor, min_n: int, max_n: int, k: int) -> tuple[Tensor, Tensor]:
+    """The same look-up without a host synchronisation: tokens [B,L], length [B] -> drafts [B,k], size [B].
+
+    Counts at every position how many tokens before it agree with the suffix, read backwards: max_n comparisons of [B,L],
+    whatever min_n. What lies past a row's length or a draft's size is not looked at and means nothing.
+    """
+    width = tokens.shape[1]
+    length = length[:, None]  # [B,1]
+    end = torch.arange(1, width + 1, device=tokens.device)[None]  # [1,L], an occurrence's end, as a length
+    alive = end < length  # [B,L]
+    run = torch.zeros_like(tokens)  # [B,L]
+    for back in range(min(max_n, width)):
+        last = tokens.gather(1, (length - 1 - back).clamp(min=0))  # [B,1]
+        alive = alive & (end > back)
+        alive[:, back:] &= tokens[:, : width - back] == last
+        run += alive
+    # the longest run, then the earliest end: one key, as argmax promises nothing among equals
+    key = torch.where(run >= min_n, run * (width + 1) + (width - end), -1)  # [B,L]
+    best, index = key.max(1, keepdim=True)  # [B,1]
+    at = index + 1 + torch.arange(k, device=tokens.device)  # [B,k]
+    size = torch.where(best >= 0, (length - index - 1).clamp(max=k), 0)[:, 0]
+    return tokens.gather(1, at.clamp(max=width - 1)), size
+
+
+class Ngram:
+    """The look-up on the host, for slots on the CPU. Indexes lazily, in propose."""
+
+    needs = Needs()
+
+    def __init__(self, slots: Slots, speculation: Speculation, vocab: int) -> None:
+        assert speculation.prompt_lookup_min is not None and speculation.prompt_lookup_max is not None
+        self.slots, self.vocab = slots, vocab
+        self.min_n, self.max_n = speculation.prompt_lookup_min, speculation.prompt_lookup_max
+        self.index: dict[int, NgramIndex] = {}
+
+    def admit(self, slot: int, request: Request) -> None:
+        self.index[slot] = NgramIndex(self.min_n, self.max_n)
+
+    def release(self, slot: int, finished: bool) -> None:
+        del self.index[slot]
+
+    def propose(self, rows: Rows) -> Draft:
+        drafts: list[list[int]] = []
+        for slot, k in zip(rows.slot.tolist(), rows.k.tolist(), strict=True):
+            drafts.append(self.index[slot].propose(self.slots.history(slot), k) if k else [])
+        return pack(drafts, rows.width, self.vocab)
+
+    def observe(self, rows: Rows) -> None:
+        """Nothing to do: propose reads what is new."""
+
+
+class DeviceNgram:
+    """The look-up as tensor operations of fixed shape on the slots' device; on the CPU it is the twin of Ngram."""
+
+    needs = Needs(device=True)
+
+    def __init__(self, slots: Slots, speculation: Speculation, vocab: int) -> None:
+        assert speculation.prompt_lookup_min is not None and speculation.prompt_lookup_max is not None
+        self.slots, self.vocab = slots, vocab
+        self.min_n, self.max_n = speculation.prompt_lookup_min, speculation.prompt_lookup_max
+
+    def admit(self, slot: int, request: Request) -> None:
+        """Nothing to do: the slots hold all there is."""
+
+    def release(self, slot: int, finished: bool) -> None:
+        """Nothing to do."""
+
+    def propose(self, rows: Rows) -> Draft:
+        tokens, size = match(self.slots.tokens[rows.slot], self.slots.length[rows.slot], self.min_n, self.max_n, rows.width)
+        known = (tokens < self.vocab).cumprod(1).sum(1)  # [B]
+        return Draft(tokens, torch.minimum(torch.minimum(size, rows.k), known))
+
+    def observe(self, rows: Rows) -> None:
+        """Nothing to do: propose reads the slots."""
