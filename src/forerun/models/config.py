@@ -1,0 +1,238 @@
+"""What a decoder looks like, read from the config.json of a Hugging Face folder. One table says what sets the
+supported architectures apart; past this file nothing asks for an architecture's name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forerun.types import SettingError, require
+
+
+class Family(NamedTuple):
+    """How an architecture differs from Llama. kv_heads, head_dim: config.json may leave them out (they follow from the
+    number of heads); qkv_bias, out_bias: None means that attention_bias says so; window: which layers look back over a
+    window only: "none", "all" (wherever sliding_window is set) or "layers" (use_sliding_window and layer_types)."""
+
+    kv_heads: bool = False
+    head_dim: bool = True
+    qkv_bias: bool | None = False
+    out_bias: bool | None = False
+    qk_norm: bool = False
+    window: str = "none"
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(kv_heads=True, qkv_bias=None, out_bias=None),
+    "MistralForCausalLM": Family(window="all"),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, window="layers"),
+    "Qwen3ForCausalLM": Family(head_dim=False, qkv_bias=None, out_bias=None, qk_norm=True, window="layers"),
+}
+MISTRAL_WINDOW = 4096  # what transformers takes where a Mistral's config.json does not mention sliding_window
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How positions turn queries and keys. kind: default, linear, llama3 or yarn; the other fields belong to those
+    (original_positions: the context before it was stretched; attention_factor scales cos and sin)."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder. windows: for each layer how many positions back a token may look, itself included (0: all
+    of them). max_positions: the longest context. eos_ids: the tokens that end a text. dtype: the checkpoint's own."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    eps: float = 1e-6
+    rope: Rope = Rope()
+    windows: tuple[int, ...] = ()
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    dtype: str = "bfloat16"
+    architecture: str = "LlamaForCausalLM"
+
+    def __post_init__(self) -> None:
+        if not self.windows:
+            object.__setattr__(self, "windows", (0,) * self.layers)
+        grouped = self.heads % self.kv_heads == 0
+        require(grouped, "num_key_value_heads", self.kv_heads, f"give a divisor of num_attention_heads ({self.heads})")
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "give an even number; halves are rotated against each other")
+        require(len(self.windows) == self.layers, "windows", self.windows, f"give one for each of the {self.layers} layers")
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers (not bytes) that one token holds in the KV cache."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelConfig:
+        """From config.json and, if there is one, generation_config.json (whose end-of-sequence ids win).
+        Raises SettingError for an architecture or a feature that the decoder does not compute, naming it."""
+        path = folder / "config.json"
+        require(path.is_file(), "model", str(folder), "the folder has no config.json; give a folder in Hugging Face's layout")
+        return cls.parse(_json(path), _json(folder / "generation_config.json"))
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+        """From what the two files hold."""
+        name = (given.get("architectures") or [None])[0]
+        require(name in FAMILIES, "architectures", name, f"supported are {', '.join(FAMILIES)}")
+        family = FAMILIES[name]
+        quantized = given.get("quantization_config")
+        require(not quantized, "quantization_config", quantized, "quantised weights are not read; take bfloat16, or a .gguf")
+        act = given.get("hidden_act", "silu")
+        require(act == "silu", "hidden_act", act, "the decoder computes silu")
+        require(not given.get("mlp_bias"), "mlp_bias", True, "the decoder's MLP has no biases; give false")
+        heads = _int(given, "num_attention_heads")
+        hidden = _int(given, "hidden_size")
+        layers = _int(given, "num_hidden_layers")
+        rope, positions = _rope(given, _int(given, "max_position_embeddings"))
+        bias = bool(given.get("attention_bias", False))
+        dtype = str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix("torch.")
+        require(dtype in DTYPES, "dtype", dtype, f"a checkpoint in one of {', '.join(DTYPES)} is read")
+        bos = given.get("bos_token_id")
+        every_head = family.kv_heads and given.get("num_key_value_heads") is None
+        even_split = family.head_dim and given.get("head_dim") is None
+        return cls(
+            architecture=name,
+            vocab_size=_int(given, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_int(given, "intermediate_size"),
+            layers=layers,
+            heads=heads,
+            kv_heads=heads if every_head else _int(given, "num_key_value_heads"),
+            head_dim=hidden // heads if even_split else _int(given, "head_dim"),
+            max_positions=positions,
+            eps=float(given.get("rms_norm_eps", 1e-6)),
+            rope=rope,
+            windows=tuple(0 if w >= positions else w for w in _windows(family, given, layers)),
+            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+            out_bias=bias if family.out_bias is None else family.out_bias,
+            qk_norm=family.qk_norm,
+            tied=bool(given.get("tie_word_embeddings", False)),
+            eos_ids=_ids(generation.get("eos_token_id", given.get("eos_token_id"))),
+            bos_id=bos if isinstance(bos, int) else None,
+            dtype=dtype,
+        )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingError("model", str(path), f"not JSON ({error}); fetch the file again") from None
+    require(isinstance(value, dict), "model", str(path), "not a JSON object; fetch the file again")
+    return dict(value)
+
+
+def _int(given: Mapping[str, Any], key: str) -> int:
+    value = given.get(key)
+    require(isinstance(value, int) and value > 0, key, value, "config.json must give a whole number above 0")
+    return int(value)  # type: ignore[arg-type]
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """One id, a list of them, or none."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def _windows(family: Family, given: Mapping[str, Any], layers: int) -> list[int]:
+    types = given.get("layer_types")
+    if family.window == "none":
+        return [0] * layers
+    if family.window == "all":
+        require(not types or len(set(types)) == 1, "layer_types", types, "in this architecture all layers are of one type")
+        return [int(given.get("sliding_window", MISTRAL_WINDOW) or 0)] * layers
+    window = int(given.get("sliding_window") or 0) if given.get("use_sliding_window") else 0
+    if types is None:
+        first = int(given.get("max_window_layers", 28))
+        return [window if i >= first else 0 for i in range(layers)]
+    known = {"full_attention": 0, "sliding_attention": window}
+    fits = len(types) == layers and set(types) <= set(known)
+    require(fits, "layer_types", types, f"give {' or '.join(known)} for each of the {layers} layers")
+    slides = "sliding_attention" in types
+    require(window > 0 or not slides, "sliding_window", window, "layer_types slides; give a window and use_sliding_window true")
+    return [known[t] for t in types]
+
+
+def _rope(given: Mapping[str, Any], positions: int) -> tuple[Rope, int]:
+    """The rotation and the longest context. transformers 5 writes rope_parameters, with rope_theta in it; older files
+    have rope_theta beside rope_scaling, whose kind is under rope_type or, older still, type."""
+    scaling = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    nested = [k for k, v in scaling.items() if isinstance(v, dict)]
+    require(not nested, "rope_parameters", nested, "a rotation for each type of layer is not computed; give one for all")
+    partial = scaling.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    require(partial in (None, 1.0), "partial_rotary_factor", partial, "the whole head is rotated; give 1.0")
+    theta = float(scaling.get("rope_theta") or given.get("rope_theta") or 10000.0)
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    known = ("default", "linear", "dynamic", "llama3", "yarn")
+    require(kind in known, "rope_type", kind, f"computed are {', '.join(known)}")
+    # dynamic scaling starts past max_position_embeddings, where a context ends here
+    if kind in ("default", "dynamic"):
+        return Rope(theta), positions
+    factor = scaling.get("factor")
+    key = "original_max_position_embeddings"
+    original = int(given.get(key) or scaling.get(key) or positions)
+    if factor is None and kind == "yarn":
+        factor = positions / original
+    require(isinstance(factor, int | float) and factor >= 1, "factor", factor, f"rope_type {kind} needs a factor of 1 or more")
+    factor = float(factor)  # type: ignore[arg-type]
+    if kind == "linear":
+        return Rope(theta, kind, factor), positions
+    if kind == "llama3":
+        low, high = float(scaling.get("low_freq_factor") or 0), float(scaling.get("high_freq_factor") or 0)
+        require(0 < low < high, "low_freq_factor", low, f"llama3 needs one above 0 and below high_freq_factor ({high})")
+        return Rope(theta, kind, factor, original, low, high), positions
+    rope = Rope(
+        theta, kind, factor, original,
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        truncate=bool(scaling.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(scaling, factor),
+    )
+    # checkpoints switched to yarn by hand often keep the max_position_embeddings they had before
+    return rope, max(positions, int(original * factor))
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """YaRN's temperature (Peng et al. 2309.00071, section 3.4), or its ratio where DeepSeek's two mscales are given."""
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    mscale, over = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return temperature(mscale) / temperature(over) if mscale and over else temperature(1.0)

@@ -1,0 +1,124 @@
+"""The target model: a decoder of the Llama family, from token ids to logits. What it computes is here, in one loop over
+the layers; how the operations are done is the kernels' affair, and the shapes are the config's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.kernels import AttentionShape, Batch, Kernels, reference
+from forerun.models import loading, rope
+from forerun.models.config import ModelConfig
+from forerun.models.loading import Weights
+from forerun.types import require
+
+
+class Forward(NamedTuple):
+    """What a forward pass gives: logits [N,V] float32 of the tokens that batch.logits_at names, and the inputs of the
+    layers asked for, in the order asked, each [T,H] in the model's dtype."""
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+class KVCache:
+    """The keys and values of all layers, in pages. keys[i], values[i]: [pages, kv_heads, block_size, head_dim]."""
+
+    def __init__(
+        self, config: ModelConfig, pages: int, block_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        shape = (config.layers, pages, config.kv_heads, block_size, config.head_dim)
+        self.block_size = block_size
+        self.pages = pages
+        # zeros and not just any memory: what lies past a sequence's end is multiplied by 0, which a NaN would survive
+        self.keys = torch.zeros(shape, dtype=dtype, device=device).unbind()
+        self.values = torch.zeros(shape, dtype=dtype, device=device).unbind()
+
+
+class Target:
+    """A model that is ready to run. bytes: what its weights take in memory."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, max_positions: int | None = None) -> None:
+        self.config = config
+        self.weights = weights
+        self.kernels = kernels
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self.bytes = sum(t.numel() * t.element_size() for t in weights.tensors())
+        self.max_positions = min(max_positions or config.max_positions, config.max_positions)
+        self.cos, self.sin = rope.tables(config.rope, config.head_dim, self.max_positions, self.device)
+        heads = (config.heads, config.kv_heads, config.head_dim)
+        self.shapes = tuple(AttentionShape(*heads, window, config.eps) for window in config.windows)
+
+    @classmethod
+    def load(
+        cls, folder: Path | str, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu",
+        kernels: Kernels | None = None, max_positions: int | None = None,
+    ) -> Target:
+        """From a Hugging Face folder (hub.resolve finds or makes one). dtype auto: see choose_dtype; kernels None: see
+        choose_kernels; max_positions: the longest context to be ready for, None for the model's own.
+        Raises SettingError for a checkpoint that cannot be used."""
+        config = ModelConfig.read(Path(folder))
+        device = torch.device(device)
+        dtype = choose_dtype(dtype, config, device) if isinstance(dtype, str) else dtype
+        weights = loading.load(Path(folder), config, dtype, device)
+        return cls(config, weights, kernels or choose_kernels(dtype, device), max_positions)
+
+    @classmethod
+    def random(
+        cls, config: ModelConfig, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu",
+        kernels: Kernels | None = None, seed: int = 0,
+    ) -> Target:
+        """Of this shape, with random weights."""
+        device = torch.device(device)
+        return cls(config, loading.random(config, dtype, device, seed), kernels or choose_kernels(dtype, device))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.config.kv_values_per_token * self.dtype.itemsize
+
+    def kv_cache(self, pages: int, block_size: int) -> KVCache:
+        """An empty KV cache of this model's shape, dtype and device."""
+        return KVCache(self.config, pages, block_size, self.dtype, self.device)
+
+    def forward(self, batch: Batch, kv: KVCache, layers: tuple[int, ...] = ()) -> Forward:
+        """Run the batch's tokens, write their keys and values into the pages, and give the logits where asked.
+        layers: whose inputs to keep as hidden states, 0 .. number of layers (the last: what goes into the final norm)."""
+        run, eps, weights = self.kernels, self.config.eps, self.weights
+        kept: dict[int, Tensor] = {}
+        x = F.embedding(batch.ids, weights.embedding)  # [T,H]
+        for i, layer in enumerate(weights.layers):
+            if i in layers:
+                kept[i] = x
+            qkv = run.norm_linear(x, layer.attention_norm, eps, layer.qkv, layer.qkv_bias)  # [T, (heads + 2 kv_heads) * D]
+            mixed = run.attend(
+                qkv, self.shapes[i], self.cos, self.sin, layer.q_norm, layer.k_norm, kv.keys[i], kv.values[i], batch
+            )  # [T, heads * D]
+            x = run.linear_add(mixed, layer.out, layer.out_bias, x)
+            gated = run.norm_gate_up(x, layer.mlp_norm, eps, layer.gate_up)  # [T,I]
+            x = run.linear_add(gated, layer.down, None, x)
+        kept[len(weights.layers)] = x
+        logits = run.norm_logits(x[batch.logits_at], weights.norm, eps, weights.head)  # [N,V]
+        return Forward(logits, tuple(kept[i] for i in layers))
+
+
+def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that a setting means. auto: the checkpoint's, but on a CPU a half-precision checkpoint becomes bfloat16
+    where the CPU multiplies that, and float32 elsewhere. Raises SettingError."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    require(name == "auto" or name in known, "dtype", name, f"give auto or one of {', '.join(known)}")
+    if name != "auto":
+        return known[name]
+    if device.type == "cpu" and config.dtype != "float32":
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return known[config.dtype]
+
+
+def choose_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
+    """The fastest kernels there are for this dtype and device."""
+    return reference

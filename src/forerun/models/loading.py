@@ -1,0 +1,266 @@
+"""The weights of a decoder and their way from safetensors files into memory: one allocation for each fused matrix, into
+which the checkpoint's tensors are read directly, so that loading needs little more memory than the weights. Nothing is
+taken on trust: a missing, surplus, misshaped or non-finite tensor is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.models.config import ModelConfig
+from forerun.types import SettingError, require
+
+STAGE = 32 * 2**20  # bytes read at a time where they cannot go straight to their place
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+class Layer(NamedTuple):
+    """One decoder layer; matrices are [out,in]. qkv stacks q over k over v, gate_up gate over up."""
+
+    attention_norm: Tensor  # [H]
+    qkv: Tensor  # [(heads + 2 kv_heads) * D, H]
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None
+    out: Tensor  # [H, heads * D]
+    out_bias: Tensor | None
+    mlp_norm: Tensor  # [H]
+    gate_up: Tensor  # [2 I, H]
+    down: Tensor  # [H, I]
+
+
+class Weights(NamedTuple):
+    """All weights of a decoder. head is the embedding itself where the two are tied."""
+
+    embedding: Tensor  # [V,H]
+    layers: tuple[Layer, ...]
+    norm: Tensor  # [H]
+    head: Tensor  # [V,H]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Each once."""
+        yield self.embedding
+        yield self.norm
+        if self.head is not self.embedding:
+            yield self.head
+        for layer in self.layers:
+            yield from (t for t in layer if t is not None)
+
+
+def empty(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Weights:
+    """Weights of the right shapes, uninitialised. On device "meta" they take no memory."""
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layers = tuple(
+        Layer(
+            attention_norm=new(hidden),
+            qkv=new(q + 2 * kv, hidden),
+            qkv_bias=new(q + 2 * kv) if config.qkv_bias else None,
+            q_norm=new(config.head_dim) if config.qk_norm else None,
+            k_norm=new(config.head_dim) if config.qk_norm else None,
+            out=new(hidden, q),
+            out_bias=new(hidden) if config.out_bias else None,
+            mlp_norm=new(hidden),
+            gate_up=new(2 * inner, hidden),
+            down=new(hidden, inner),
+        )
+        for _ in range(config.layers)
+    )
+    embedding = new(config.vocab_size, hidden)
+    return Weights(embedding, layers, new(hidden), embedding if config.tied else new(config.vocab_size, hidden))
+
+
+def parts(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a checkpoint must hold, by name, with the rows of the weights that it fills."""
+    yield "model.embed_tokens.weight", weights.embedding
+    yield "model.norm.weight", weights.norm
+    if not config.tied:
+        yield "lm_head.weight", weights.head
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    for i, layer in enumerate(weights.layers):
+        at = f"model.layers.{i}."
+        yield at + "input_layernorm.weight", layer.attention_norm
+        yield at + "post_attention_layernorm.weight", layer.mlp_norm
+        for kind, stacked in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+            if stacked is not None:
+                for letter, rows in zip("qkv", stacked.split((q, kv, kv)), strict=True):
+                    yield f"{at}self_attn.{letter}_proj.{kind}", rows
+        for name, rows in (("q_norm.weight", layer.q_norm), ("k_norm.weight", layer.k_norm), ("o_proj.bias", layer.out_bias)):
+            if rows is not None:
+                yield f"{at}self_attn.{name}", rows
+        yield at + "self_attn.o_proj.weight", layer.out
+        gate, up = layer.gate_up.chunk(2)
+        yield at + "mlp.gate_proj.weight", gate
+        yield at + "mlp.up_proj.weight", up
+        yield at + "mlp.down_proj.weight", layer.down
+
+
+def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+    """The weights of a Hugging Face folder. Raises SettingError naming the tensor that is missing, surplus, misshaped
+    or not finite in this dtype."""
+    checkpoint = Checkpoint(folder)
+    weights = empty(config, dtype, device)
+    wanted = dict(parts(config, weights))
+    missing = [name for name in wanted if name not in checkpoint.stored]
+    if missing:
+        raise unusable(folder, f"{_few(missing)} missing; fetch the whole checkpoint that belongs to this config.json")
+    surplus = [n for n in checkpoint.stored if n not in wanted and not n.endswith(".rotary_emb.inv_freq")]
+    if config.tied and "lm_head.weight" in surplus:
+        surplus.remove("lm_head.weight")
+        same = checkpoint.same("lm_head.weight", "model.embed_tokens.weight")
+        require(same, "tie_word_embeddings", True, "lm_head.weight differs from the embedding; give false in config.json")
+    if surplus:
+        of = f"{config.architecture} with {config.layers} layers"
+        raise unusable(folder, f"{_few(surplus)} not part of {of}; fetch the checkpoint that belongs to this config.json")
+    for name, out in wanted.items():
+        checkpoint.read(name, out)
+    _check_finite(folder, wanted, weights)
+    return weights
+
+
+def random(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Weights:
+    """Random weights of these shapes, scaled so that activations neither vanish nor explode: for benchmarks of shapes."""
+    weights = empty(config, dtype, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, out in parts(config, weights):
+        if out.dim() == 2:
+            out.normal_(0, out.shape[1] ** -0.5, generator=generator)
+        else:
+            out.fill_(0.0 if name.endswith("bias") else 1.0)
+    return weights
+
+
+def unusable(folder: Path, why: str) -> SettingError:
+    """The error for a checkpoint that cannot be read."""
+    return SettingError("model", str(folder), why)
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"tensor {shown} is" if len(names) == 1 else f"tensors {shown} are"
+
+
+def _check_finite(folder: Path, wanted: dict[str, Tensor], weights: Weights) -> None:
+    # a sum shows any NaN or infinity and is much cheaper than looking at each value; it may overflow, so look closer then
+    sums = torch.stack([t.sum(dtype=torch.float32) for t in weights.tensors()])
+    if bool(torch.isfinite(sums).all()):
+        return
+    for name, tensor in wanted.items():
+        if not bool(torch.isfinite(tensor).all()):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise unusable(folder, f"tensor {name} has values not finite in {kind}; fetch it again, or load it as float32")
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies: bytes start .. stop of a file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Checkpoint:
+    """The safetensors files of a folder: an 8-byte length, a JSON header of that length with each tensor's dtype, shape
+    and place, then the bytes (https://github.com/huggingface/safetensors, "Format")."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stored: dict[str, Stored] = {}
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.is_file():
+            shard_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            for shard in sorted(set(shard_of.values())):
+                if not (folder / shard).is_file():
+                    raise unusable(folder, f"{shard}, named in {index.name}, is missing; fetch it")
+                self.stored.update(_header(folder / shard))
+            lost = [name for name in shard_of if name not in self.stored]
+            if lost:
+                raise unusable(folder, f"{_few(lost)} not in the files where {index.name} says; fetch the checkpoint again")
+        elif single.is_file():
+            self.stored.update(_header(single))
+        else:
+            raise unusable(folder, f"neither {single.name} nor {index.name} in it; give a checkpoint in safetensors files")
+
+    def read(self, name: str, out: Tensor) -> None:
+        """Fill out, a contiguous tensor of the stored shape, converting to its dtype and device."""
+        at = self.stored[name]
+        if at.shape != tuple(out.shape):
+            shapes = f"tensor {name} has shape {list(at.shape)}, expected {list(out.shape)}"
+            raise unusable(self.folder, f"{shapes}; fetch the checkpoint that belongs to this config.json")
+        flat = out.view(-1)
+        if STORED[at.dtype] == out.dtype and out.device.type == "cpu":
+            with at.file.open("rb", buffering=0) as file:
+                _fill(file, at.start, flat)
+            return
+        begin = 0
+        for piece in self._pieces(name, out.device.type == "cuda"):
+            flat[begin : begin + len(piece)].copy_(piece)
+            begin += len(piece)
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same values."""
+        a, b = self.stored[name], self.stored[other]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return False
+        return all(torch.equal(x, y) for x, y in zip(self._pieces(name), self._pieces(other), strict=True))
+
+    def _pieces(self, name: str, pinned: bool = False) -> Iterator[Tensor]:
+        """The values in order, a stage full at a time; each is overwritten by the next."""
+        at = self.stored[name]
+        dtype = STORED[at.dtype]
+        size = min(STAGE, at.stop - at.start) // dtype.itemsize
+        stage = torch.empty(size, dtype=dtype, pin_memory=pinned)
+        with at.file.open("rb", buffering=0) as file:
+            for start in range(at.start, at.stop, max(1, size * dtype.itemsize)):
+                piece = stage[: (at.stop - start) // dtype.itemsize]
+                _fill(file, start, piece)
+                yield piece
+
+
+def _fill(file: FileIO, start: int, out: Tensor) -> None:
+    """Read out's bytes from this place of an unbuffered file."""
+    into = out.view(torch.uint8).numpy().data
+    file.seek(start)
+    while len(into):
+        n = file.readinto(into)
+        require(n > 0, "model", str(file.name), "the file ended early; fetch it again")
+        into = into[n:]
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    size = path.stat().st_size
+    broken = unusable(path.parent, f"{path.name} is not a whole safetensors file; fetch it again")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            raise broken
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            raise broken from None
+    stored = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        if dtype not in STORED:
+            raise unusable(path.parent, f"tensor {name} is stored as {dtype}; give a checkpoint in one of {', '.join(STORED)}")
+        start, stop = (8 + length + offset for offset in entry["data_offsets"])
+        values = torch.Size(shape).numel()
+        if stop > size or stop - start != values * STORED[dtype].itemsize:
+            raise broken
+        stored[name] = Stored(path, dtype, shape, start, stop)
+    return stored
