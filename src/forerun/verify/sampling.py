@@ -1,0 +1,289 @@
+"""From the target's logits to its distribution: every sampling parameter, at every position of a block. Holds the
+parameters of the live sequences as tensors, one line (slot) for each, and reads the history from the token pool; it
+keeps no counts, so a rejected draft can never have been counted. It knows nothing of drafts or acceptance.
+
+Order, as in vLLM: logit_bias, banned sequences and min_tokens, then penalties (`shape`); temperature, min_p, top_k, top_p
+(`probs`, `choose`). Ties with the last token kept by a filter are kept, see filters.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.types import Request, SettingError, require
+from forerun.verify import filters
+from forerun.verify.noise import CHOOSE, draw, signed, uniform
+
+BAN = -100.0  # a logit_bias this low bans the token
+
+
+class Features(NamedTuple):
+    """What some rows of a batch use, so that the work of the rest is left out; all off is greedy and nothing else.
+
+    bias counts single banned tokens too; banned is longer sequences. top_k: the largest, rounded up to a power
+    of two (so that few values occur), 0 for none; unbounded: a top_p without a top_k, for which everything is ranked.
+    """
+
+    sampled: bool = False
+    penalties: bool = False
+    bias: bool = False
+    banned: bool = False
+    min_tokens: bool = False
+    min_p: bool = False
+    top_k: int = 0
+    top_p: bool = False
+    unbounded: bool = False
+
+    @property
+    def shaped(self) -> bool:
+        return self.penalties or self.bias or self.banned or self.min_tokens
+
+    @property
+    def filtered(self) -> bool:
+        return self.min_p or self.top_k > 0 or self.top_p
+
+
+def check_request(request: Request, vocab: int) -> None:
+    """Raise SettingError for what could not be sampled: no prompt, ids outside the vocabulary, or bans that could
+    leave no token at all (counting a banned sequence by its last id, and the stop tokens if min_tokens holds them off)."""
+    params = request.params
+    require(len(request.prompt_ids) > 0, "prompt_ids", request.prompt_ids, "give at least one token")
+    remedy = f"give token ids from 0 to {vocab - 1}"
+    for token in params.logit_bias or {}:
+        require(0 <= token < vocab, "logit_bias", token, remedy)
+    for token in params.stop_token_ids:
+        require(0 <= token < vocab, "stop_token_ids", token, remedy)
+    for sequence in request.banned:
+        require(len(sequence) > 0 and all(0 <= token < vocab for token in sequence), "banned_token_ids", sequence, remedy)
+    gone = {sequence[-1] for sequence in request.banned}
+    gone |= {token for token, bias in (params.logit_bias or {}).items() if bias <= BAN}
+    if params.min_tokens:
+        gone |= {token for token in request.stop_ids if 0 <= token < vocab}
+    if len(gone) >= vocab:
+        name = "banned_token_ids" if request.banned else "logit_bias" if params.logit_bias else "min_tokens"
+        raise SettingError(name, f"{len(gone)} tokens", f"the bans may leave no token to choose; ban at most {vocab - 1}")
+
+
+class SamplingState:
+    """The sampling parameters of S slots. tokens [S,L], length [S]: the pool of engine/slots.py, read and never written.
+
+    The tables of bans and biases grow when a request needs wider ones; `grown` counts that, since a captured CUDA graph
+    holds the old ones.
+    """
+
+    def __init__(self, tokens: Tensor, length: Tensor, vocab: int) -> None:
+        count, device = tokens.shape[0], tokens.device
+
+        def column(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((count,), value, dtype=dtype, device=device)
+
+        self.tokens, self.length, self.vocab = tokens, length, vocab
+        self.seed = column(0, torch.int64)
+        self.prompt_len = column(0, torch.int64)
+        self.temperature = column(0, torch.float64)
+        self.top_k = column(0, torch.int64)
+        self.top_p = column(1, torch.float64)
+        self.min_p = column(0, torch.float64)
+        self.repetition = column(1, torch.float32)
+        self.presence = column(0, torch.float32)
+        self.frequency = column(0, torch.float32)
+        self.min_tokens = column(0, torch.int64)
+        self.bias_ids = torch.zeros(count, 1, dtype=torch.int64, device=device)  # [S,N], unused: token 0 with bias 0
+        self.bias_values = torch.zeros(count, 1, device=device)  # [S,N]
+        self.stop_ids = torch.full((count, 1), -1, dtype=torch.int64, device=device)  # [S,M], unused: -1
+        self.banned = torch.full((count, 1, 2), -1, dtype=torch.int64, device=device)  # [S,W,Lw], right-aligned, unused: -1
+        self.grown = 0
+        self._features = [Features()] * count
+
+    def set(self, slot: int, request: Request) -> None:
+        """The slot now belongs to the request. Raises SettingError as check_request does."""
+        check_request(request, self.vocab)
+        self.clear(slot)
+        params = request.params
+        self.seed[slot] = signed(request.seed)
+        self.prompt_len[slot] = len(request.prompt_ids)
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = max(params.top_k, 0)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition[slot] = params.repetition_penalty
+        self.presence[slot] = params.presence_penalty
+        self.frequency[slot] = params.frequency_penalty
+        bias = {token: -math.inf if value <= BAN else value for token, value in (params.logit_bias or {}).items()}
+        bias |= {sequence[0]: -math.inf for sequence in request.banned if len(sequence) == 1}
+        if bias:
+            self.bias_ids = self._widen(self.bias_ids, (len(bias),), 0)
+            self.bias_values = self._widen(self.bias_values, (len(bias),), 0)
+            self.bias_ids[slot, : len(bias)] = torch.tensor(list(bias), dtype=torch.int64)
+            self.bias_values[slot, : len(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32)
+        # an id outside the vocabulary can never be chosen, so nothing holds it off
+        stops = [token for token in request.stop_ids if 0 <= token < self.vocab] if params.min_tokens else []
+        if stops:
+            self.min_tokens[slot] = params.min_tokens
+            self.stop_ids = self._widen(self.stop_ids, (len(stops),), -1)
+            self.stop_ids[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int64)
+        sequences = [sequence for sequence in request.banned if len(sequence) > 1]
+        if sequences:
+            self.banned = self._widen(self.banned, (len(sequences), max(map(len, sequences))), -1)
+            width = self.banned.shape[2]
+            rows = [[-1] * (width - len(sequence)) + list(sequence) for sequence in sequences]
+            self.banned[slot, : len(rows)] = torch.tensor(rows, dtype=torch.int64)
+        sampled = params.temperature > 0
+        top_p, top_k = sampled and params.top_p < 1, max(params.top_k, 0) if sampled else 0
+        self._features[slot] = Features(
+            sampled=sampled,
+            penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0),
+            bias=bool(bias),
+            banned=bool(sequences),
+            min_tokens=bool(stops),
+            min_p=sampled and params.min_p > 0,
+            top_k=1 << (top_k - 1).bit_length() if top_k else 0,
+            top_p=top_p,
+            unbounded=top_p and top_k == 0,
+        )
+
+    def clear(self, slot: int) -> None:
+        """The slot belongs to nobody: greedy with nothing else."""
+        for column in (self.seed, self.prompt_len, self.min_tokens, self.temperature, self.top_k, self.min_p):
+            column[slot] = 0
+        self.presence[slot], self.frequency[slot] = 0, 0
+        self.top_p[slot] = 1
+        self.repetition[slot] = 1
+        self.bias_ids[slot], self.bias_values[slot] = 0, 0
+        self.stop_ids[slot], self.banned[slot] = -1, -1
+        self._features[slot] = Features()
+
+    def _widen(self, table: Tensor, size: tuple[int, ...], fill: int) -> Tensor:
+        """The table [S, ...] with at least this size behind S. Last dimension padded on its left where there are two
+        (sequences are right-aligned), on its right where there is one."""
+        more = [max(want - have, 0) for want, have in zip(size, table.shape[1:], strict=True)]
+        if not any(more):
+            return table
+        self.grown += 1
+        pad = [0, more[0]] if len(more) == 1 else [more[1], 0, 0, more[0]]
+        return F.pad(table, pad, value=fill)
+
+    def features(self, slots: Iterable[int]) -> Features:
+        """What these slots use together; from the host's own record."""
+        each = [self._features[slot] for slot in slots]
+        return Features(*map(max, *each)) if len(each) > 1 else each[0] if each else Features()
+
+    def uniform(self, slot: Tensor, position: Tensor, purpose: int) -> Tensor:
+        """noise.uniform with the slots' seeds, [N], [N] -> [N] float64."""
+        return uniform(self.seed[slot], position, purpose)
+
+    def shape(self, logits: Tensor, slot: Tensor, position: Tensor, features: Features, longest: int = 0) -> Tensor:
+        """The logits under bias, bans, min_tokens and penalties; [N,V] float32, [N], [N] -> [N,V]. The same tensor if none
+        of them is on, else a new one.
+
+        position: the index in the token pool of the token being chosen; its history is what lies before it, drafts of
+        this step included. longest: no position is larger (0: unknown, the whole pool is read). Banned sequences
+        match across the end of the prompt. Penalties: repetition over the history divides positive logits and multiplies
+        negative ones; frequency (times the count) and presence over the output only are subtracted.
+        """
+        if not features.shaped:
+            return logits
+        out = logits.clone()
+        if features.bias:
+            out.scatter_add_(1, self.bias_ids[slot], self.bias_values[slot])
+        if features.banned:
+            self._ban_sequences(out, slot, position)
+        if features.min_tokens:
+            stops = self.stop_ids[slot]  # [N,M]
+            early = (position - self.prompt_len[slot] < self.min_tokens[slot])[:, None] & (stops >= 0)
+            out.scatter_add_(1, stops.clamp(min=0), _ban_where(early, out.dtype))
+        if features.penalties:
+            self._penalise(out, slot, position, longest or self.tokens.shape[1])
+        return out
+
+    def _ban_sequences(self, out: Tensor, slot: Tensor, position: Tensor) -> None:
+        banned = self.banned[slot]  # [N,W,Lw]
+        before = position[:, None] - torch.arange(banned.shape[2] - 1, 0, -1, device=out.device)  # [N,Lw-1]
+        history = torch.where(before >= 0, self.tokens[slot[:, None], before.clamp(min=0)], -2)
+        head, last = banned[:, :, :-1], banned[:, :, -1]
+        hit = ((head == history[:, None]) | (head < 0)).all(-1) & (last >= 0)  # [N,W]
+        out.scatter_add_(1, last.clamp(min=0), _ban_where(hit, out.dtype))
+
+    def _penalise(self, out: Tensor, slot: Tensor, position: Tensor, longest: int) -> None:
+        at = torch.arange(longest, device=out.device)
+        valid = at < position[:, None]  # [N,longest]
+        history = self.tokens[slot, :longest]
+        # What is no history stands for the first token, which is: it is written again with the same value, counted 0 times.
+        history = torch.where(valid, history, history[:, :1])
+        output = valid & (at >= self.prompt_len[slot][:, None])
+        count = torch.zeros_like(out).scatter_add_(1, history, output.to(out.dtype)).gather(1, history)
+        repetition, frequency, presence = (x[slot][:, None] for x in (self.repetition, self.frequency, self.presence))
+        value = out.gather(1, history)
+        value = torch.where(value > 0, value / repetition, value * repetition)
+        value = value - frequency * count - presence * (count > 0)
+        out.scatter_(1, history, value)
+
+    def probs(self, shaped: Tensor, slot: Tensor, features: Features) -> Tensor:
+        """The target's distribution after temperature, min_p, top_k and top_p; [N,V], [N] -> [N,V] float32. Greedy rows
+        are one-hot at the argmax, and so is a row whose logits are all -inf."""
+        best = torch.zeros_like(shaped).scatter_(1, shaped.argmax(-1, keepdim=True), 1.0)
+        if not features.sampled:
+            return best
+        temperature = self.temperature[slot][:, None]  # [N,1]
+        heat = torch.where(temperature > 0, temperature, 1.0)
+        top = shaped.amax(-1, keepdim=True)
+        scaled = (shaped - top) / heat.to(shaped.dtype)  # largest 0: no temperature overflows
+        if features.filtered:
+            floor = filters.thresholds(
+                shaped, heat, self.min_p[slot][:, None], self.top_k[slot][:, None], self.top_p[slot][:, None],
+                features.top_k, features.top_p, features.unbounded,
+            )
+            scaled = torch.where(shaped >= floor, scaled, -math.inf)
+        return torch.where((temperature > 0) & (top > -math.inf), scaled.softmax(-1), best)
+
+    def choose(self, shaped: Tensor, slot: Tensor, position: Tensor, features: Features) -> Tensor:
+        """The target's own token at each position; [N,V], [N], [N] -> [N] int64: the argmax for greedy rows, else drawn from
+        `probs` with the noise (seed, position, CHOOSE)."""
+        if shaped.device.type == "cpu":
+            return self._choose_on_host(shaped, slot, position, features)
+        if not features.sampled:
+            return shaped.argmax(-1)
+        return draw(self.probs(shaped, slot, features), self.uniform(slot, position, CHOOSE))
+
+    def _choose_on_host(self, shaped: Tensor, slot: Tensor, position: Tensor, features: Features) -> Tensor:
+        """The same row by row, with the work that each row asks for only."""
+        logits = shaped.numpy()
+        choice = logits.argmax(-1)  # [N]
+        if not features.sampled:
+            return torch.from_numpy(choice)
+        u = self.uniform(slot, position, CHOOSE).tolist()
+        settings = [column[slot].tolist() for column in (self.temperature, self.min_p, self.top_k, self.top_p)]
+        for i, (temperature, min_p, top_k, top_p) in enumerate(zip(*settings, strict=True)):
+            row = logits[i]
+            top = row[choice[i]]
+            if temperature == 0 or top == -np.inf:
+                continue
+            kept = None
+            if min_p > 0 or top_k > 0 or top_p < 1:
+                kept = np.flatnonzero(row >= filters.threshold(row, temperature, min_p, top_k, top_p))
+                row = row[kept]
+            mass = torch.from_numpy(np.exp((row - top) / np.float32(temperature))).cumsum(0, dtype=torch.float64).numpy()
+            target = min(u[i] * mass[-1], np.nextafter(mass[-1], 0))
+            j = int(np.searchsorted(mass, target, side="right"))
+            choice[i] = j if kept is None else kept[j]
+        return torch.from_numpy(choice)
+
+
+def _ban_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """-inf where true, to be added: entries that ban nothing may then name any token."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
+
+
+def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the model's own distribution (raw logits), [N,V], [N] -> of the tokens [N], and the ids and
+    values [N, min(top,V)] of the likeliest, best first."""
+    scores = logits.float().log_softmax(-1)
+    values, ids = scores.topk(min(top, scores.shape[-1]), -1)
+    return scores.gather(1, tokens[:, None])[:, 0], ids, values
