@@ -1,0 +1,256 @@
+"""Runs the arms on the engine in this process and writes down what happened. Knows how to send a prompt to an engine and in
+which order; draws no conclusions. The only other thing here that touches the engine is what describes the machine.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forerun.bench.arms import BASELINE, CONTROL, Arm
+from forerun.bench.record import Answer, ArmRecord, Batch, Counts, Difference, Machine, Record, Settings, Times
+from forerun.bench.workloads import VARIANTS, Prompt, Task, find
+from forerun.types import SamplingParams, require
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM, LoadedModel, Output
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. tasks: by name. candidates: the arms compared with the baseline. repetitions: measured batches of each arm
+    and task, after `warmups` unmeasured ones of at most warmup_tokens. control: measure the baseline a second time as an arm
+    of its own. Raises SettingError."""
+
+    tasks: tuple[str, ...]
+    candidates: tuple[Arm, ...]
+    repetitions: int = 5
+    warmups: int = 1
+    warmup_tokens: int = 32
+    max_tokens: int = 128
+    concurrency: int = 1
+    control: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        find(self.tasks)
+        require(bool(self.candidates), "arms", (), "give at least one arm, for instance ngram")
+        require(self.repetitions >= 1, "repetitions", self.repetitions, "give 1 or more, for instance 5")
+        require(self.warmups >= 0, "warmups", self.warmups, "give 0 or more, for instance 1")
+        require(self.warmup_tokens >= 1, "warmup_tokens", self.warmup_tokens, "give 1 or more, for instance 32")
+        require(self.max_tokens >= 2, "max_tokens", self.max_tokens, "give 2 or more, for instance 128")
+        require(self.concurrency >= 1, "concurrency", self.concurrency, "give 1 or more")
+        prompts = (self.repetitions + self.warmups) * self.concurrency
+        most = VARIANTS // self.concurrency - self.warmups
+        require(
+            prompts <= VARIANTS, "repetitions", self.repetitions,
+            f"with these warm-ups and this concurrency that is {prompts} prompts of a task, and there are {VARIANTS} different ones; "
+            + (f"give at most {most}" if most >= 1 else "lower the concurrency"),
+        )  # fmt: skip
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """The baseline first."""
+        again = (Arm(CONTROL, None),) if self.control else ()
+        return (Arm(BASELINE, None), *self.candidates, *again)
+
+    @property
+    def batches(self) -> int:
+        """How many will be sent, warm-ups included."""
+        return len(self.tasks) * len(self.arms) * (self.warmups + self.repetitions)
+
+
+class Watcher(Protocol):
+    """Who follows a run as it goes."""
+
+    def began(self, task: str, arm: str, repetition: int, warmup: bool) -> None:
+        """A batch is about to be sent."""
+
+    def ended(self, batch: Batch) -> None:
+        """It came back."""
+
+
+def order_of(arms: int, repetition: int) -> list[int]:
+    """In which order the arms run: A B C, then C B A, so that a slow drift of the machine favours none of them."""
+    forward = list(range(arms))
+    return forward if repetition % 2 == 0 else forward[::-1]
+
+
+def measure(
+    plan: Plan, model: str, build: Callable[[Arm], LLM], watcher: Watcher, clock: Callable[[], float] = time.perf_counter
+) -> Record:
+    """Run the plan. build makes an arm's engine; it is called for each task anew, so that no drafter remembers another task's
+    answers. An interrupt from the keyboard ends the run and what was measured until then is returned as unfinished."""
+    started, begin, load = datetime.now(UTC).isoformat(timespec="seconds"), clock(), _load()
+    batches: list[Batch] = []
+    differences: list[Difference] = []
+    engines: dict[str, dict[str, Any]] = {}
+    finished = True
+    try:
+        for task in find(plan.tasks):
+            llms = {arm.name: build(arm) for arm in plan.arms if arm.name != CONTROL}
+            if plan.control:
+                llms[CONTROL] = llms[BASELINE]
+            engines.update({name: llm.settings() for name, llm in llms.items()})
+            _measure_task(plan, task, llms, watcher, clock, batches)
+            if task.greedy:
+                differences += _differences(plan, task, llms[BASELINE], [b for b in batches if b.task == task.name])
+    except KeyboardInterrupt:
+        finished = False
+    arms = tuple(
+        ArmRecord(arm.name, arm.speculation.effective() if arm.speculation else None, engines.get(arm.name, {})) for arm in plan.arms
+    )
+    settings = Settings(
+        model, plan.tasks, BASELINE, arms, plan.repetitions, plan.warmups, plan.warmup_tokens, plan.max_tokens, plan.concurrency,
+        CONTROL if plan.control else None, plan.seed,
+    )  # fmt: skip
+    return Record(started, clock() - begin, finished, _versions(), _machine(load), settings, tuple(batches), tuple(differences))
+
+
+def _measure_task(
+    plan: Plan, task: Task, llms: dict[str, LLM], watcher: Watcher, clock: Callable[[], float], batches: list[Batch]
+) -> None:
+    names = [arm.name for arm in plan.arms]
+    for round_ in range(plan.warmups + plan.repetitions):
+        warmup = round_ < plan.warmups
+        repetition = round_ - plan.warmups
+        first = round_ * plan.concurrency
+        prompts = [task.prompt(variant) for variant in range(first, first + plan.concurrency)]
+        tokens = min(plan.warmup_tokens, plan.max_tokens) if warmup else plan.max_tokens
+        for arm in (names[i] for i in order_of(len(names), repetition)):
+            watcher.began(task.name, arm, repetition, warmup)
+            answers, times, wall = _send(llms[arm], task, prompts, tokens, plan.seed, clock)
+            batch = Batch(task.name, arm, repetition, len(batches), warmup, wall, answers, times)
+            batches.append(batch)
+            watcher.ended(batch)
+
+
+def _send(
+    llm: LLM, task: Task, prompts: Sequence[Prompt], max_tokens: int, seed: int, clock: Callable[[], float]
+) -> tuple[tuple[Answer, ...], Times, float]:
+    """One batch, with nothing of an earlier one left in the prefix cache."""
+    params = [_params(task, prompt, max_tokens, seed) for prompt in prompts]
+    llm.clear_prefix_cache()
+    llm.reset_stats()
+    begin = clock()
+    outputs = _ask(llm, prompts, params)
+    wall = clock() - begin
+    stats = llm.stats
+    times = Times(stats.steps, stats.draft_s, stats.forward_s, stats.verify_s, stats.other_s, stats.cached_tokens)
+    return tuple(_answer(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)), times, wall
+
+
+def _params(task: Task, prompt: Prompt, max_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(temperature=task.temperature, max_tokens=max_tokens, ignore_eos=task.fixed_length, seed=seed + prompt.seed)
+
+
+def _ask(llm: LLM, prompts: Sequence[Prompt], params: list[SamplingParams]) -> list[Output]:
+    """All prompts of a batch are of one task, so all are of one kind."""
+    if prompts[0].message is not None:
+        return llm.chat([[{"role": "user", "content": prompt.message or ""}] for prompt in prompts], params)
+    return llm.generate([prompt.text if prompt.text is not None else _random_ids(llm, prompt) for prompt in prompts], params)
+
+
+def _random_ids(llm: LLM, prompt: Prompt) -> list[int]:
+    """Ids drawn evenly from the vocabulary, those that mean something to the engine (end of text, roles) left out."""
+    ordinary = llm.tokenizer.ordinary_ids
+    return random.Random(prompt.seed).choices(ordinary, k=prompt.random_ids)
+
+
+def _answer(prompt: Prompt, output: Output) -> Answer:
+    completion = output.completions[0]
+    stats, timing = completion.stats, completion.timing
+    counts = Counts(
+        stats.steps, stats.drafting_steps, stats.drafted, stats.accepted, tuple(stats.drafted_at), tuple(stats.accepted_at)
+    )
+    return Answer(
+        prompt.name, len(output.prompt_ids), tuple(completion.token_ids), str(completion.finish_reason), timing.queued_s,
+        timing.ttft_s, timing.e2e_s, counts, completion.text,
+    )  # fmt: skip
+
+
+def _differences(plan: Plan, task: Task, baseline: LLM, batches: list[Batch]) -> list[Difference]:
+    """Where greedy answers left the baseline's. The baseline answers those prompts once more, up to there, with logprobs, so
+    that its margin at that position is known; the timed runs carry no logprobs."""
+    reference = {b.repetition: b for b in batches if b.arm == BASELINE and not b.warmup}
+    found = []
+    for batch in batches:
+        if batch.warmup or batch.arm == BASELINE or batch.repetition not in reference:
+            continue
+        for index, (ours, theirs) in enumerate(zip(batch.answers, reference[batch.repetition].answers, strict=True)):
+            if ours.token_ids == theirs.token_ids:
+                continue
+            position = first_difference(ours.token_ids, theirs.token_ids)
+            gap = None
+            if position < min(len(ours.token_ids), len(theirs.token_ids)):
+                prompt = task.prompt((plan.warmups + batch.repetition) * plan.concurrency + index)
+                gap = _gap(baseline, task, prompt, position, theirs.token_ids)
+            found.append(Difference(task.name, batch.arm, batch.repetition, index, position, gap))
+    return found
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """The first position at which they differ; the shorter one's length if it is a prefix of the other."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _gap(llm: LLM, task: Task, prompt: Prompt, position: int, expected: tuple[int, ...]) -> float | None:
+    """By how much the model preferred its token at `position` to the next best. None if it answers differently this time."""
+    params = replace(_params(task, prompt, position + 1, 0), logprobs=2)
+    completion = _ask(llm, [prompt], [params])[0].completions[0]
+    if tuple(completion.token_ids) != expected[: position + 1] or not completion.logprobs:
+        return None
+    last = completion.logprobs[position]
+    others = [value for token, value in last.top if token != last.token]
+    return last.logprob - others[0] if others else None
+
+
+def engines(model: str, loaded: LoadedModel, concurrency: int, dtype: str) -> Callable[[Arm], LLM]:
+    """What builds an arm's engine over weights that are loaded once. Every arm gets the same settings but for the drafter."""
+    from forerun.llm import LLM
+
+    return lambda arm: LLM(loaded, speculative_config=arm.speculation, dtype=dtype, max_num_seqs=concurrency)
+
+
+def _load() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    import forerun
+
+    versions = {"forerun": forerun.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("tokenizers", "numpy"):
+        versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def _machine(load: float | None) -> Machine:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if sys.platform != "win32" else None
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return Machine(_cpu(), cores, memory, accelerator, f"{platform.system()} {platform.release()} {platform.machine()}", load)
+
+
+def _cpu() -> str:
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

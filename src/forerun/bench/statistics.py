@@ -1,0 +1,96 @@
+"""From paired figures of two arms to a ratio with its uncertainty and a verdict. Knows numbers only: nothing of engines,
+tasks or time units.
+
+The ratio is looked at on a log scale, where "twice as fast" and "half as fast" are equally far from no change, and pair
+by pair, so that what differs between prompts or drifts during the run hits both sides of a pair alike and cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Call = Literal["faster", "slower", "no difference", "not enough data"]
+
+CONFIDENCE = 0.95
+MINIMUM_PAIRS = 4  # with fewer, Student's t is so wide and the spread so poorly known that no call is made
+MARGIN = 0.01  # a change of 1 % or less, however certain, is not worth a setting
+RESOLUTION = 0.05  # "no difference" is only said where a difference of 5 % would have been seen
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Of candidate to reference: the geometric mean of the pairs' ratios, and its confidence interval.
+
+    low and high are None with fewer than two pairs: one pair says nothing about its own uncertainty.
+    """
+
+    pairs: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def paired_ratio(reference: Sequence[float], candidate: Sequence[float], confidence: float = CONFIDENCE) -> Ratio | None:
+    """The ratio candidate / reference of figures paired by position, with Student's t interval of the mean log ratio.
+
+    All figures must be above 0. None without pairs. Raises ValueError if the lengths differ or a figure is 0 or less.
+    """
+    if len(reference) != len(candidate):
+        raise ValueError(f"{len(reference)} figures cannot be paired with {len(candidate)}")
+    if any(not (x > 0 and math.isfinite(x)) for x in (*reference, *candidate)):
+        raise ValueError("a ratio needs finite figures above 0")
+    n = len(reference)
+    if not n:
+        return None
+    logs = [math.log(c / r) for r, c in zip(reference, candidate, strict=True)]
+    mean = math.fsum(logs) / n
+    if n < 2:
+        return Ratio(n, math.exp(mean), None, None)
+    from scipy.stats import t  # here, because importing it takes longer than everything else this module does
+
+    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (n - 1))
+    half = float(t.ppf(0.5 + confidence / 2, n - 1)) * deviation / math.sqrt(n)
+    return Ratio(n, math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def verdict(ratio: Ratio | None, margin: float = MARGIN, resolution: float = RESOLUTION, minimum_pairs: int = MINIMUM_PAIRS) -> Call:
+    """What the ratio of two speeds (higher is better) allows to be said.
+
+    faster or slower: the whole interval lies more than `margin` beyond 1. no difference: it does not, and it is narrow
+    enough to say so (no further than `resolution` from its middle, or all of it within the margin). Anything else is
+    not enough data, as are fewer than `minimum_pairs` pairs.
+    """
+    if ratio is None or ratio.pairs < minimum_pairs or ratio.low is None or ratio.high is None:
+        return "not enough data"
+    low, high, edge = math.log(ratio.low), math.log(ratio.high), math.log1p(margin)
+    if low > edge:
+        return "faster"
+    if high < -edge:
+        return "slower"
+    if (high - low) / 2 <= math.log1p(resolution) or max(-low, high) <= edge:
+        return "no difference"
+    return "not enough data"
+
+
+def pairs_needed(ratio: Ratio, resolution: float = RESOLUTION) -> int | None:
+    """About how many pairs would narrow this interval to `resolution` either side, the spread staying what it is.
+
+    None where the spread is unknown. The interval shrinks with the square root of the pairs; the smaller t of more pairs
+    is left out, which errs on the side of more.
+    """
+    if ratio.low is None or ratio.high is None:
+        return None
+    half = (math.log(ratio.high) - math.log(ratio.low)) / 2
+    return max(ratio.pairs, MINIMUM_PAIRS, math.ceil(ratio.pairs * (half / math.log1p(resolution)) ** 2))
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The middle figure, None of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
