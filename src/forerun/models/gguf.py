@@ -112,7 +112,7 @@ class _Fields:
     def needed(self, key: str) -> Any:
         value = self.of_model(key)
         if value is None:
-            raise SettingError("model", str(self.path), f"metadata {self.architecture}.{key} is missing; convert the model anew")
+            raise SettingError("model", str(self.path), f"metadata {self.architecture}.{key} is missing; convert it anew")
         return value
 
 

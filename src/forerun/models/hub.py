@@ -170,7 +170,7 @@ def _from_hugging_face(text: str, progress: Progress) -> Path:
         why = "the model has no such revision; leave out what follows the @"
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         last = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        why = f"Hugging Face was not reached ({last}); give a local folder or a .gguf file, or {DEFAULT}, which comes through pip"
+        why = f"Hugging Face was not reached ({last}); give a local folder, a .gguf file, or {DEFAULT}, which pip fetches"
     raise SettingError("model", text, why)
 
 

@@ -153,7 +153,7 @@ def _few(names: list[str]) -> str:
 
 def _check_finite(folder: Path, wanted: dict[str, Tensor], weights: Weights) -> None:
     # a sum shows any NaN or infinity and is much cheaper than looking at each value; it may overflow, so look closer then
-    sums = torch.stack([t.sum(dtype=torch.float32) for t in weights.tensors()])
+    sums = torch.stack([t.sum().float() for t in weights.tensors()])
     if bool(torch.isfinite(sums).all()):
         return
     for name, tensor in wanted.items():
