@@ -23,7 +23,7 @@ from forerun.engine.scheduler import Sequence as Live
 from forerun.engine.stats import DraftStats
 from forerun.models import hub
 from forerun.models.decoder import Target
-from forerun.models.tokenizer import Tokenizer
+from forerun.models.tokenizer import Detokenizer, Tokenizer
 from forerun.types import FinishReason, Logprob, Request, SamplingParams, SettingError, require
 from forerun.verify.noise import child_seed
 
@@ -136,7 +136,7 @@ class LLM:
         drafter_model = None
         if speculation is not None and speculation.model is not None:
             drafter = LLM.load(speculation.model, dtype, device)
-            same = drafter.tokenizer.vocabulary() == self.tokenizer.vocabulary()
+            same = drafter.tokenizer.inner.get_vocab() == self.tokenizer.inner.get_vocab()
             require(same, "model", speculation.model, f"its vocabulary is not the target's ({loaded.name}); give a drafter of the same family")
             drafter_model = drafter.target
 
@@ -145,7 +145,7 @@ class LLM:
                 return None
             return TABLE[speculation.method](speculation, Surroundings(slots, sampling, kv, config, self.tokenizer.size, drafter_model))
 
-        self.engine = Engine(loaded.target, config, make_drafter, self.tokenizer.detokenizer)
+        self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(self.tokenizer))
         self._numbers = itertools.count()
 
     @staticmethod
@@ -153,7 +153,7 @@ class LLM:
         """Resolve, fetch if need be, and load a model and its tokenizer once, to be shared."""
         folder = hub.resolve(model)
         where = torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
-        return LoadedModel(str(model or hub.DEFAULT), folder, Target.load(folder, dtype, where), Tokenizer.load(folder))
+        return LoadedModel(str(model or hub.DEFAULT), folder, Target.load(folder, dtype, where), Tokenizer(folder))
 
     def settings(self) -> dict[str, Any]:
         """Every setting in force, defaults filled in."""
@@ -217,7 +217,7 @@ class LLM:
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """The prompt ids of a conversation."""
-        return self.tokenizer.encode(self.tokenizer.render_chat(messages), special=False)
+        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Continue one prompt, a chunk for each step that committed tokens. Closing the iterator aborts the request."""
@@ -246,6 +246,10 @@ class LLM:
         require(len(params) == count, "params", f"{len(params)} of them", f"give one for all, or one for each of the {count} prompts")
         return list(params)
 
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        """The token sequences of a bad word: as it stands, and as it stands behind a space."""
+        return list({tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (word, " " + word.lstrip())})
+
     def _requests(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
         """n requests, seeded apart, with every default filled in."""
         engine, tokenizer = self.engine, self.tokenizer
@@ -253,9 +257,9 @@ class LLM:
         speculation = engine.config.speculation
         if params.prediction is not None and (speculation is None or speculation.method != "prediction"):
             raise SettingError("prediction", params.prediction[:20], 'this engine does not use it; start it with speculative_config "prediction"')
-        banned = params.banned_token_ids + tuple(ids for word in params.bad_words for ids in tokenizer.spellings(word))
+        banned = params.banned_token_ids + tuple(ids for word in params.bad_words for ids in self._spellings(word))
         stop = params.stop_token_ids + (() if params.ignore_eos else tuple(self.model.target.config.eos_ids))
-        prediction = tuple(tokenizer.encode(params.prediction, special=False)) if params.prediction else ()
+        prediction = tuple(tokenizer.encode(params.prediction, add_special_tokens=False)) if params.prediction else ()
         number = next(self._numbers)
         seed = child_seed(engine.config.seed, number) if params.seed is None else params.seed
         return [

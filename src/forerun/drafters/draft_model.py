@@ -16,7 +16,7 @@ from forerun.engine.slots import Slots
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Draft, Request
 from forerun.verify import noise
-from forerun.verify.sampling import SamplingState, draw
+from forerun.verify.sampling import SamplingState
 
 
 class DraftModel:
@@ -81,4 +81,4 @@ class DraftModel:
         if not self._sampled:
             return shaped.argmax(-1), shaped
         q = self._sampling.probs(shaped, slot, features)
-        return draw(q, noise.uniform(self._sampling.seed[slot], position, noise.DRAFT)), q
+        return noise.draw(q, self._sampling.uniform(slot, position, noise.DRAFT)), q

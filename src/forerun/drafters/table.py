@@ -25,26 +25,25 @@ class Surroundings:
 
 
 def _ngram(s: Speculation, e: Surroundings) -> Drafter:
-    return DeviceNgram(e.slots, s) if e.slots.tokens.is_cuda else Ngram(e.slots, s)
+    return DeviceNgram(e.slots, s, e.vocab) if e.slots.tokens.is_cuda else Ngram(e.slots, s, e.vocab)
 
 
 def _draft_model(s: Speculation, e: Surroundings) -> Drafter:
     if e.model is None:
         raise SettingError("model", s.model, "the drafter's weights were not loaded")
-    config = e.model.config
-    limit = s.max_model_len or config.max_position_embeddings
-    most = config.max_position_embeddings
+    most = e.model.max_positions
+    limit = s.max_model_len or most
     require(limit <= most, "max_model_len", limit, f"the drafter takes at most {most}")
-    kv = KVCache.make(config, e.kv.pages, e.kv.block_size, e.model.dtype, e.slots.tokens.device)
-    vocab = min(e.vocab, config.vocab_size)
+    kv = e.model.kv_cache(e.kv.pages, e.kv.block_size)
+    vocab = min(e.vocab, e.model.config.vocab_size)
     sampled = s.draft_sample_method == "probabilistic"
     return DraftModel(e.model, kv, e.slots, e.sampling, vocab, limit, e.config.max_num_batched_tokens, sampled)
 
 
 TABLE: dict[str, Callable[[Speculation, Surroundings], Drafter]] = {
     "ngram": _ngram,
-    "ngram_gpu": lambda s, e: DeviceNgram(e.slots, s),
-    "suffix": lambda s, e: Suffix(e.slots, s),
-    "prediction": lambda s, e: Prediction(e.slots, s),
+    "ngram_gpu": lambda s, e: DeviceNgram(e.slots, s, e.vocab),
+    "suffix": lambda s, e: Suffix(e.slots, s, e.vocab),
+    "prediction": lambda s, e: Prediction(e.slots, s, e.vocab),
     "draft_model": _draft_model,
 }

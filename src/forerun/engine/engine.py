@@ -21,7 +21,7 @@ from forerun.engine.step import Committed, Step
 from forerun.engine.text import Detokenizer, TextStream
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
-from forerun.verify.sampling import SamplingState
+from forerun.verify.sampling import SamplingState, check_request
 
 MakeDrafter = Callable[[Slots, SamplingState, KVCache], Drafter | None]
 
@@ -58,8 +58,8 @@ class Engine:
         """make_drafter builds the drafter on the engine's own state; detokenizer makes a fresh one for each request."""
         model, speculation = target.config, config.speculation
         self.config = config
-        self.max_model_len = config.max_model_len or model.max_position_embeddings
-        limit = model.max_position_embeddings
+        self.max_model_len = config.max_model_len or target.max_positions
+        limit = target.max_positions
         require(self.max_model_len <= limit, "max_model_len", self.max_model_len, f"the model takes at most {limit}")
         device = target.device
         width = speculation.num_speculative_tokens if speculation else 0
@@ -68,7 +68,7 @@ class Engine:
 
         self.slots = Slots(config.max_num_seqs, self.max_model_len + width + 1, pages.needed(self.max_model_len + width), device)
         self.sampling = SamplingState(self.slots.tokens, self.slots.length, model.vocab_size)
-        self.kv = KVCache.make(model, pages.count + 1, config.block_size, target.dtype, device)
+        self.kv = target.kv_cache(pages.count + 1, config.block_size)
         self.drafter = make_drafter(self.slots, self.sampling, self.kv)
         block = speculation is not None and speculation.rejection_sample_method == "block"
         self._step = Step(target, self.kv, self.slots, self.sampling, self.drafter, block)
@@ -81,7 +81,7 @@ class Engine:
 
     def _default_kv_tokens(self, target: Target) -> int:
         whole = self.config.max_num_seqs * self.max_model_len
-        affordable = free_memory(target.device) // 4 // target.config.kv_bytes_per_token(target.dtype)
+        affordable = free_memory(target.device) // 4 // target.kv_bytes_per_token
         return max(min(whole, affordable), self.max_model_len) + self.config.block_size
 
     @property
@@ -104,13 +104,10 @@ class Engine:
         """Queue a request; returns its sequence, to be read as it runs. Raises SettingError if it can never run here."""
         prompt, limit = len(request.prompt_ids), self.max_model_len
         require(request.id not in self._live, "request id", request.id, "it is in use; give another")
-        require(prompt > 0, "prompt", "", "it has no tokens; give at least one")
         require(prompt < limit, "prompt", f"{prompt} tokens", f"the context is {limit} tokens and one must be left to answer; shorten it or raise max_model_len")
         bad = [i for i in request.prompt_ids if not 0 <= i < self._vocab]
         require(not bad, "prompt", bad[:3], f"token ids run from 0 to {self._vocab - 1}")
-        for name, ids in (("logit_bias", request.params.logit_bias or ()), ("stop_token_ids", request.stop_ids), ("banned_token_ids", sum(request.banned, ()))):
-            bad = [i for i in ids if not 0 <= i < self._vocab]
-            require(not bad, name, bad[:3], f"token ids run from 0 to {self._vocab - 1}")
+        check_request(request, self._vocab)
         most = prompt + request.max_tokens
         require(most <= limit, "max_tokens", request.max_tokens, f"with the prompt's {prompt} tokens the context of {limit} leaves {limit - prompt}")
         require(most <= self.kv_tokens, "max_tokens", request.max_tokens, f"prompt and answer are {most} tokens and the KV cache holds {self.kv_tokens}; raise kv_cache_tokens")

@@ -133,10 +133,9 @@ class Step:
             return accept_matching(choice.view(rows, width + 1), draft)
         target = logits.new_zeros(rows * (width + 1), logits.shape[1])
         target[layout.cell] = self.sampling.probs(shaped, layout.slot, features)
-        seed = self.sampling.seed[layout.slot]
         accept, redraw = target.new_zeros(2, rows * (width + 1), dtype=torch.float64)
-        accept[layout.cell] = noise.uniform(seed, layout.position, noise.ACCEPT)
-        redraw[layout.cell] = noise.uniform(seed, layout.position, noise.REDRAW)
+        accept[layout.cell] = self.sampling.uniform(layout.slot, layout.position, noise.ACCEPT)
+        redraw[layout.cell] = self.sampling.uniform(layout.slot, layout.position, noise.REDRAW)
         shape = (rows, width + 1)
         return self._accept(target.view(*shape, -1), draft, accept.view(shape)[:, :width], redraw.view(shape))
 

@@ -9,7 +9,7 @@ class Detokenizer(Protocol):
     def push(self, ids: list[int]) -> str:
         """The text that these ids complete; the bytes of an unfinished character are held back."""
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """What is still held back, as well as it can be shown."""
 
 
@@ -34,7 +34,7 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest, once no more tokens come (not to be called after a stop string)."""
-        self._held += self._detokenizer.flush()
+        self._held += self._detokenizer.finish()
         return self._take(len(self._held))
 
     def _take(self, length: int) -> str:
