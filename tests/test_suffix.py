@@ -204,6 +204,12 @@ def test_most_frequent_continuation_and_the_floor() -> None:
     assert speculate(own_tree([1, 2, 1, 3, 1, 4, 1], 8), None, 4, 1.0, 0.33).tokens == [4]
 
 
+def test_equally_frequent_continuations_fall_to_the_latest() -> None:
+    text = [1, 2, 1, 2, 1, 3, 1, 3, 1, 3, 1, 2, 9, 1]
+    assert speculate(own_tree(text, 8), None, 4, 1.0, 0.1).tokens == [2]
+    assert speculate(own_tree([1, 3, *text[2:10], 9, 1], 8), None, 4, 1.0, 0.1).tokens == [3]
+
+
 def drafter(slots: Slots, cached: int) -> Suffix:
     chosen = Speculation("suffix", 8, suffix_decoding_max_tree_depth=6, suffix_decoding_max_cached_requests=cached)
     return Suffix(slots, chosen, 100)
