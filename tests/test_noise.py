@@ -12,7 +12,7 @@ from scipy import stats
 from forerun.verify.noise import ACCEPT, CHOOSE, DRAFT, REDRAW, block_noise, child_seed, draw, signed, uniform
 from tests.statistical import PASS, REJECT, chi_square, tally
 
-COUNT = 40_000
+COUNT = 20_000
 PURPOSES = (CHOOSE, ACCEPT, REDRAW, DRAFT)
 
 
