@@ -44,7 +44,9 @@ def _one(text: str) -> list[Arm]:
         return [Arm(_name(speculation), speculation)]
     method, colon, rest = text.partition(":")
     if method not in METHODS:
-        raise SettingError("arms", text, f"give one of {', '.join(METHODS)}, one with draft lengths as in ngram:k=2,4,8, or JSON")
+        raise SettingError(
+            "arms", text, f"give one of {', '.join(METHODS)}, one with draft lengths as in ngram:k=2,4,8, or JSON"
+        )
     if not colon:
         speculation = _of(method, None)
         return [Arm(_name(speculation), speculation)]

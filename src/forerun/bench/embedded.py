@@ -51,10 +51,12 @@ class Plan:
         prompts = (self.repetitions + self.warmups) * self.concurrency
         most = VARIANTS // self.concurrency - self.warmups
         require(
-            prompts <= VARIANTS, "repetitions", self.repetitions,
-            f"with these warm-ups and this concurrency that is {prompts} prompts of a task, and there are {VARIANTS} different ones; "
-            + (f"give at most {most}" if most >= 1 else "lower the concurrency"),
-        )  # fmt: skip
+            prompts <= VARIANTS,
+            "repetitions",
+            self.repetitions,
+            f"with these warm-ups and this concurrency that is {prompts} prompts of a task, and there are {VARIANTS} "
+            "different ones; " + (f"give at most {most}" if most >= 1 else "lower the concurrency"),
+        )
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -106,19 +108,30 @@ def measure(
     except KeyboardInterrupt:
         finished = False
     arms = tuple(
-        ArmRecord(arm.name, arm.speculation.effective() if arm.speculation else None, engines.get(arm.name, {})) for arm in plan.arms
+        ArmRecord(arm.name, arm.speculation.effective() if arm.speculation else None, engines.get(arm.name, {}))
+        for arm in plan.arms
     )
     settings = Settings(
-        model, plan.tasks, BASELINE, arms, plan.repetitions, plan.warmups, plan.warmup_tokens, plan.max_tokens, plan.concurrency,
-        CONTROL if plan.control else None, plan.seed,
-    )  # fmt: skip
+        model,
+        plan.tasks,
+        BASELINE,
+        arms,
+        plan.repetitions,
+        plan.warmups,
+        plan.warmup_tokens,
+        plan.max_tokens,
+        plan.concurrency,
+        CONTROL if plan.control else None,
+        plan.seed,
+    )
     return Record(started, clock() - begin, finished, _versions(), _machine(load), settings, tuple(batches), tuple(differences))
 
 
 def _measure_task(
     plan: Plan, task: Task, llms: dict[str, LLM], watcher: Watcher, clock: Callable[[], float], batches: list[Batch]
 ) -> None:
-    names = [arm.name for arm in plan.arms]
+    arms = {arm.name: arm for arm in plan.arms}
+    names = list(arms)
     for round_ in range(plan.warmups + plan.repetitions):
         warmup = round_ < plan.warmups
         repetition = round_ - plan.warmups
@@ -127,17 +140,17 @@ def _measure_task(
         tokens = min(plan.warmup_tokens, plan.max_tokens) if warmup else plan.max_tokens
         for arm in (names[i] for i in order_of(len(names), repetition)):
             watcher.began(task.name, arm, repetition, warmup)
-            answers, times, wall = _send(llms[arm], task, prompts, tokens, plan.seed, clock)
+            params = [_params(task, prompt, tokens, plan.seed, arms[arm]) for prompt in prompts]
+            answers, times, wall = _send(llms[arm], prompts, params, clock)
             batch = Batch(task.name, arm, repetition, len(batches), warmup, wall, answers, times)
             batches.append(batch)
             watcher.ended(batch)
 
 
 def _send(
-    llm: LLM, task: Task, prompts: Sequence[Prompt], max_tokens: int, seed: int, clock: Callable[[], float]
+    llm: LLM, prompts: Sequence[Prompt], params: list[SamplingParams], clock: Callable[[], float]
 ) -> tuple[tuple[Answer, ...], Times, float]:
     """One batch, with nothing of an earlier one left in the prefix cache."""
-    params = [_params(task, prompt, max_tokens, seed) for prompt in prompts]
     llm.clear_prefix_cache()
     llm.reset_stats()
     begin = clock()
@@ -148,8 +161,16 @@ def _send(
     return tuple(_answer(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)), times, wall
 
 
-def _params(task: Task, prompt: Prompt, max_tokens: int, seed: int) -> SamplingParams:
-    return SamplingParams(temperature=task.temperature, max_tokens=max_tokens, ignore_eos=task.fixed_length, seed=seed + prompt.seed)
+def _params(task: Task, prompt: Prompt, max_tokens: int, seed: int, arm: Arm) -> SamplingParams:
+    """The same for every arm, but that the drafter `prediction` is given one."""
+    predicts = arm.speculation is not None and arm.speculation.method == "prediction"
+    return SamplingParams(
+        temperature=task.temperature,
+        max_tokens=max_tokens,
+        ignore_eos=task.fixed_length,
+        seed=seed + prompt.seed,
+        prediction=prompt.prediction if predicts else None,
+    )
 
 
 def _ask(llm: LLM, prompts: Sequence[Prompt], params: list[SamplingParams]) -> list[Output]:
@@ -160,8 +181,9 @@ def _ask(llm: LLM, prompts: Sequence[Prompt], params: list[SamplingParams]) -> l
 
 
 def _random_ids(llm: LLM, prompt: Prompt) -> list[int]:
-    """Ids drawn evenly from the vocabulary, those that mean something to the engine (end of text, roles) left out."""
-    ordinary = llm.tokenizer.ordinary_ids
+    """Ids drawn evenly from the vocabulary, but for those that stand for structure (end of text, roles)."""
+    special = llm.tokenizer.special_ids
+    ordinary = [i for i in range(llm.tokenizer.size) if i not in special]
     return random.Random(prompt.seed).choices(ordinary, k=prompt.random_ids)
 
 
@@ -172,9 +194,16 @@ def _answer(prompt: Prompt, output: Output) -> Answer:
         stats.steps, stats.drafting_steps, stats.drafted, stats.accepted, tuple(stats.drafted_at), tuple(stats.accepted_at)
     )
     return Answer(
-        prompt.name, len(output.prompt_ids), tuple(completion.token_ids), str(completion.finish_reason), timing.queued_s,
-        timing.ttft_s, timing.e2e_s, counts, completion.text,
-    )  # fmt: skip
+        prompt.name,
+        len(output.prompt_ids),
+        tuple(completion.token_ids),
+        str(completion.finish_reason),
+        timing.queued_s,
+        timing.ttft_s,
+        timing.e2e_s,
+        counts,
+        completion.text,
+    )
 
 
 def _differences(plan: Plan, task: Task, baseline: LLM, batches: list[Batch]) -> list[Difference]:
@@ -204,7 +233,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 def _gap(llm: LLM, task: Task, prompt: Prompt, position: int, expected: tuple[int, ...]) -> float | None:
     """By how much the model preferred its token at `position` to the next best. None if it answers differently this time."""
-    params = replace(_params(task, prompt, position + 1, 0), logprobs=2)
+    params = replace(_params(task, prompt, position + 1, 0, Arm(BASELINE, None)), logprobs=2)
     completion = _ask(llm, [prompt], [params])[0].completions[0]
     if tuple(completion.token_ids) != expected[: position + 1] or not completion.logprobs:
         return None
@@ -213,11 +242,11 @@ def _gap(llm: LLM, task: Task, prompt: Prompt, position: int, expected: tuple[in
     return last.logprob - others[0] if others else None
 
 
-def engines(model: str, loaded: LoadedModel, concurrency: int, dtype: str) -> Callable[[Arm], LLM]:
+def engines(loaded: LoadedModel, concurrency: int, dtype: str, device: str) -> Callable[[Arm], LLM]:
     """What builds an arm's engine over weights that are loaded once. Every arm gets the same settings but for the drafter."""
     from forerun.llm import LLM
 
-    return lambda arm: LLM(loaded, speculative_config=arm.speculation, dtype=dtype, max_num_seqs=concurrency)
+    return lambda arm: LLM(loaded, speculative_config=arm.speculation, dtype=dtype, device=device, max_num_seqs=concurrency)
 
 
 def _load() -> float | None:

@@ -131,7 +131,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A whole run. started: UTC, ISO 8601. finished False: it was interrupted, and the batches are those measured until then."""
+    """A whole run. started: UTC, ISO 8601. finished False: it was interrupted, and the batches are those
+    measured until then."""
 
     started: str
     seconds: float
@@ -156,7 +157,11 @@ class Record:
         if not isinstance(value, dict) or "schema" not in value:
             raise SettingError("record", text[:40], "no record of a run; give a file that `forerun bench` wrote")
         if value["schema"] != SCHEMA:
-            raise SettingError("schema", value["schema"], f"this version reads schema {SCHEMA}; measure again, or use the version that wrote it")
+            raise SettingError(
+                "schema",
+                value["schema"],
+                f"this version reads schema {SCHEMA}; measure again, or use the version that wrote it",
+            )
         record = _build(cls, value)
         assert isinstance(record, Record)
         return record

@@ -19,7 +19,18 @@ NEAR_TIE = 0.5  # in log-probability: wider than rounding in bfloat16 moves two 
 POSITIONS = 4  # draft positions shown in a table; the record has them all
 BUSY = 0.5  # load average for each core from which other programs are likely to disturb
 
-HEADER = ("arm", "tokens/s", "speed-up [95 %]", "ms/step", "accepted", "tokens/step", "by position", "steps drafted", "identical", "verdict")
+HEADER = (
+    "arm",
+    "tokens/s",
+    "speed-up [95 %]",
+    "ms/step",
+    "accepted",
+    "tokens/step",
+    "by position",
+    "steps drafted",
+    "identical",
+    "verdict",
+)
 LEGEND = (
     "accepted: of the drafted tokens. tokens/step: acceptance length, 1 + accepted / verify steps. by position: share of steps "
     "accepted up to there, in %. identical: greedy answers equal to the baseline's, token by token. –: does not apply."
@@ -31,7 +42,13 @@ def terminal(record: Record) -> Iterator[RenderableType]:
     """What to print, top to bottom."""
     yield Text(title(record))
     for task, of_task in by_task(record):
-        table = Table(title=f"{task}: {TASKS[task].about}", title_justify="left", title_style="bold", padding=(0, 1), collapse_padding=True)
+        table = Table(
+            title=f"{task}: {TASKS[task].about}",
+            title_justify="left",
+            title_style="bold",
+            padding=(0, 1),
+            collapse_padding=True,
+        )
         for i, name in enumerate(HEADER):
             table.add_column(name, justify="left" if i in (0, len(HEADER) - 1) else "right")
         for cell in of_task:
@@ -76,8 +93,10 @@ def title(record: Record) -> str:
     where = m.accelerator or f"{m.cpu}, {m.cores} cores"
     dtype = s.arms[0].engine.get("dtype", "")
     return (
-        f"{s.model} {dtype} on {where}. {s.repetitions} repetitions of {s.concurrency} request{'s' * (s.concurrency > 1)}, at most "
-        f"{s.max_tokens} output tokens. forerun {v.get('forerun', '?')}, torch {v.get('torch', '?')}, {record.started}, {record.seconds:.0f} s."
+        f"{s.model} {dtype} on {where}. {s.repetitions} repetitions of {s.concurrency} request{'s' * (s.concurrency > 1)}, "
+        f"at most {s.max_tokens} output tokens. forerun {v.get('forerun', '?')}, torch {v.get('torch', '?')}, "
+        f"{record.started}, "
+        f"{record.seconds:.0f} s."
     )
 
 
@@ -119,7 +138,11 @@ def sentence(cell: Cell, record: Record) -> str | None:
         more = pairs_needed(r)
         remedy = f" Try --repetitions {max(more, r.pairs + 1)}." if more else " Try --repetitions 5 or more."
         return f"{said}: {spread} over {r.pairs} pair{'s' * (r.pairs > 1)}.{remedy}"
-    call = {"faster": "speculation pays", "slower": "speculation does not pay", "no difference": "speculation makes no difference"}
+    call = {
+        "faster": "speculation pays",
+        "slower": "speculation does not pay",
+        "no difference": "speculation makes no difference",
+    }
     return f"{cell.task}, {cell.arm}: {call[cell.verdict]}, {spread}.{_why(cell)}"
 
 
@@ -128,7 +151,10 @@ def _why(cell: Cell) -> str:
         return ""
     if not cell.counts.drafted:
         return " It never had a draft, so every step gave one token."
-    return f" A step took {cell.needed:.2f} times as long as a plain one, so it needed {cell.needed:.2f} tokens to break even; it got {cell.got:.2f}."
+    return (
+        f" A step took {cell.needed:.2f} times as long as a plain one, so it needed {cell.needed:.2f} tokens to break even; "
+        f"it got {cell.got:.2f}."
+    )
 
 
 def warnings(record: Record) -> list[str]:
@@ -139,20 +165,35 @@ def warnings(record: Record) -> list[str]:
     if not record.finished:
         found.append("the run was interrupted; the figures are of what was measured until then.")
     if m.load is not None and m.load > BUSY * m.cores:
-        found.append(f"the machine was busy when the run began (load {m.load:.1f} on {m.cores} cores); close other programs and measure again.")
+        found.append(
+            f"the machine was busy when the run began (load {m.load:.1f} on {m.cores} cores); close other programs and "
+            "measure again."
+        )
     if s.warmups == 0:
         found.append("there was no warm-up, so the first repetition pays for first-time costs; leave --warmups at 1 or more.")
     for cell in every:
         if cell.failures:
-            found.append(f"{cell.task}, {cell.arm}: {cell.failures} of {cell.requests} requests failed and were left out, with the batch they were in.")
+            found.append(
+                f"{cell.task}, {cell.arm}: {cell.failures} of {cell.requests} requests failed and were left out, with "
+                "the batch they were in."
+            )
         if cell.cached_tokens:
-            found.append(f"{cell.task}, {cell.arm}: {cell.cached_tokens} prompt tokens came from the prefix cache, so time to first token is flattered.")
+            found.append(
+                f"{cell.task}, {cell.arm}: {cell.cached_tokens} prompt tokens came from the prefix cache, so time to "
+                "first token is flattered."
+            )
         if cell.requests > cell.failures and cell.output_tokens / (cell.requests - cell.failures) < 16:
-            found.append(f"{cell.task}, {cell.arm}: answers are shorter than 16 tokens on average, mostly prompt time; choose another task or model.")
+            found.append(
+                f"{cell.task}, {cell.arm}: answers are shorter than 16 tokens on average, mostly prompt time; choose "
+                "another task or model."
+            )
     for task in s.tasks:
         control = noise(record, task)
         if control is not None and margin(record, task) > 0.02:
-            found.append(f"{task}: the baseline against itself came out at {control.mean:.3f}; nothing smaller is called a difference. A quieter machine or more --repetitions narrow it.")
+            found.append(
+                f"{task}: the baseline against itself came out at {control.mean:.3f}; nothing smaller is called a "
+                "difference. A quieter machine or more --repetitions narrow it."
+            )
         caution = TASKS[task].caution
         if caution and any(c.task == task for c in every):
             found.append(f"{task}: {caution}.")
@@ -165,7 +206,8 @@ def _unequal(record: Record) -> list[str]:
     """Engine settings in which an arm differs from the reference, but for the drafter."""
     first, *others = record.settings.arms
     return [
-        f"{arm.name} ran with {key}={arm.engine.get(key)!r}, {first.name} with {first.engine.get(key)!r}; the comparison includes that."
+        f"{arm.name} ran with {key}={arm.engine.get(key)!r}, {first.name} with {first.engine.get(key)!r}; the "
+        "comparison includes that."
         for arm in others
         for key in first.engine
         if key != "speculative_config" and arm.engine and arm.engine.get(key) != first.engine.get(key)
@@ -181,7 +223,8 @@ def _departures(record: Record) -> list[str]:
             continue
         near = [d for d in of_arm if d.gap is not None and d.gap <= NEAR_TIE]
         wide = [d for d in of_arm if d.gap is not None and d.gap > NEAR_TIE]
-        said = f"{arm.name}: {len(of_arm)} greedy answer{'s' * (len(of_arm) > 1)} left the baseline's ({', '.join(_where(d) for d in of_arm[:4])}{', …' * (len(of_arm) > 4)})."
+        places = ", ".join([_where(d) for d in of_arm[:4]] + ["…"] * (len(of_arm) > 4))
+        said = f"{arm.name}: {len(of_arm)} greedy answer{'s' * (len(of_arm) > 1)} left the baseline's ({places})."
         if near:
             said += f" {len(near)} at a near-tie, where a verify step's different order of summing decides."
         if wide:
@@ -205,5 +248,3 @@ def _number(value: float | None, digits: int) -> str:
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f} %"
-
-

@@ -56,7 +56,9 @@ def paired_ratio(reference: Sequence[float], candidate: Sequence[float], confide
     return Ratio(n, math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def verdict(ratio: Ratio | None, margin: float = MARGIN, resolution: float = RESOLUTION, minimum_pairs: int = MINIMUM_PAIRS) -> Call:
+def verdict(
+    ratio: Ratio | None, margin: float = MARGIN, resolution: float = RESOLUTION, minimum_pairs: int = MINIMUM_PAIRS
+) -> Call:
     """What the ratio of two speeds (higher is better) allows to be said.
 
     faster or slower: the whole interval lies more than `margin` beyond 1. no difference: it does not, and it is narrow

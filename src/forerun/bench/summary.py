@@ -105,19 +105,35 @@ def _cell(record: Record, task: str, arm: str) -> Cell:
     spent = sum(b.times.draft_s + b.times.forward_s + b.times.verify_s + b.times.other_s for b in batches)
     drafting, forward, verifying = (
         sum(part) / spent if spent else None
-        for part in ([b.times.draft_s for b in batches], [b.times.forward_s for b in batches], [b.times.verify_s for b in batches])
+        for part in (
+            [b.times.draft_s for b in batches],
+            [b.times.forward_s for b in batches],
+            [b.times.verify_s for b in batches],
+        )
     )
     least = margin(record, task) if arm != settings.control else MARGIN
     return Cell(
-        task, arm, len(batches), len(answers), len(answers) - len(good), tokens,
+        task,
+        arm,
+        len(batches),
+        len(answers),
+        len(answers) - len(good),
+        tokens,
         tokens / wall if wall > 0 and tokens else None,
-        speedup, None if is_reference else verdict(speedup, least),
-        step, median([a.ttft_s for a in good]), median([a.e2e_s for a in good]), counts,
+        speedup,
+        None if is_reference else verdict(speedup, least),
+        step,
+        median([a.ttft_s for a in good]),
+        median([a.e2e_s for a in good]),
+        counts,
         step / base if step and base and not is_reference else None,
         counts.acceptance_length,
         None if is_reference or not TASKS[task].greedy else identical(reference, batches),
-        drafting, forward, verifying, sum(b.times.cached_tokens for b in batches),
-    )  # fmt: skip
+        drafting,
+        forward,
+        verifying,
+        sum(b.times.cached_tokens for b in batches),
+    )
 
 
 def total(answers: Sequence[Answer]) -> DraftStats:

@@ -7,38 +7,38 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PROSE = (
-    "The ferry left the north pier a little after six, carrying eleven passengers, two bicycles and a crate of seed potatoes. "
-    "Fog lay flat on the water, so the pilot steered by the bell on Marren Rock and by the smell of kelp that meant the shallows were "
-    "near. Nobody spoke much. A woman in a yellow coat was mending a glove, and a boy counted the seconds between the bell's strokes, "
-    "announcing every tenth one as though it were a station on a railway.",
-    "Our bakery keeps three ovens, and each of them has its own temper. The oldest runs hot at the back, so rye goes there, turned "
-    "once after twenty minutes. The middle oven is patient and takes the milk bread. The newest one has a glass door and a timer that "
-    "nobody trusts, because it rings early on cold mornings. Oda writes the real times on the flour bins in chalk, and by noon the "
-    "figures are smudged past reading.",
-    "In the second year of the survey we found that the hedges along the canal held more nests than the orchard did, although the "
-    "orchard had been planted for exactly that purpose. Wrens took the lowest branches, blackbirds the forks at shoulder height, and a "
-    "single pair of goldfinches chose a lamp post. We stopped predicting after that and began to draw maps, one for every month, with "
-    "a dot for each nest and a ring for each brood.",
-    "The library moved its maps to the cellar in the week of the storm. Forty-one drawers went down the stairs on a mattress, with Mr. "
-    "Teale calling the turns. Most of the sheets were river charts from the last century, brittle at the folds. When the lights failed "
-    "we carried on with a bicycle lamp, and that is how the drawer marked Q came to be shelved under the boiler, where it stayed, warm "
-    "and unread, for nineteen years.",
-    "Before a kiln is opened it has to be listened to. A kiln that has cooled is silent; one that has not ticks like a hedge full of "
-    "insects. Petra waits until she has heard nothing for the length of one song, then lifts the first brick with tongs. The glaze she "
-    "calls harbour green comes out grey on the rim and blue in the well of the bowl, and she has never been able to say why, only that "
-    "it needs ash from plum wood.",
-    "Night trains used to stop at Hollin Junction for water, and the stop was just long enough to buy soup. The stall had two pots: "
-    "barley with leek, and something red that changed with the season. Regular travellers carried their own cups. A conductor named "
-    "Ismet kept a list of who still owed money, written in pencil on the inside of his cap, and when he retired the cap was framed and "
-    "hung beside the timetable.",
-    "To mark out the new garden they used string, eleven pegs and an old door laid flat as a table. The path was to be as wide as the "
-    "wheelbarrow and a hand more. Beans would climb the south wall, and the shady corner was left to mint, which would have taken it "
-    "anyway. By evening the whole plan stood in the grass as thin white lines, and a neighbour asked politely whether a kite had come "
-    "down.",
-    "Each lighthouse on the coast had its own rhythm so that a sailor could tell them apart by counting. Skerry Head gave two short "
-    "flashes and a long dark; Brand Point gave one flash every nine seconds. The lamp at Tollen was the odd one, because its motor ran "
-    "slow in winter. Pilots knew this, and in January they subtracted a second without thinking, the way one steps over a loose stair "
-    "in a familiar house.",
+    "The ferry left the north pier a little after six, carrying eleven passengers, two bicycles and a crate of seed "
+    "potatoes. Fog lay flat on the water, so the pilot steered by the bell on Marren Rock and by the smell of kelp that "
+    "meant the shallows were near. Nobody spoke much. A woman in a yellow coat was mending a glove, and a boy counted the "
+    "seconds between the bell's strokes, announcing every tenth one as though it were a station on a railway.",
+    "Our bakery keeps three ovens, and each of them has its own temper. The oldest runs hot at the back, so rye goes there,"
+    " turned once after twenty minutes. The middle oven is patient and takes the milk bread. The newest one has a glass "
+    "door and a timer that nobody trusts, because it rings early on cold mornings. Oda writes the real times on the flour "
+    "bins in chalk, and by noon the figures are smudged past reading.",
+    "In the second year of the survey we found that the hedges along the canal held more nests than the orchard did, "
+    "although the orchard had been planted for exactly that purpose. Wrens took the lowest branches, blackbirds the forks "
+    "at shoulder height, and a single pair of goldfinches chose a lamp post. We stopped predicting after that and began to "
+    "draw maps, one for every month, with a dot for each nest and a ring for each brood.",
+    "The library moved its maps to the cellar in the week of the storm. Forty-one drawers went down the stairs on a "
+    "mattress, with Mr. Teale calling the turns. Most of the sheets were river charts from the last century, brittle at the"
+    " folds. When the lights failed we carried on with a bicycle lamp, and that is how the drawer marked Q came to be "
+    "shelved under the boiler, where it stayed, warm and unread, for nineteen years.",
+    "Before a kiln is opened it has to be listened to. A kiln that has cooled is silent; one that has not ticks like a "
+    "hedge full of insects. Petra waits until she has heard nothing for the length of one song, then lifts the first brick "
+    "with tongs. The glaze she calls harbour green comes out grey on the rim and blue in the well of the bowl, and she has "
+    "never been able to say why, only that it needs ash from plum wood.",
+    "Night trains used to stop at Hollin Junction for water, and the stop was just long enough to buy soup. The stall had "
+    "two pots: barley with leek, and something red that changed with the season. Regular travellers carried their own cups."
+    " A conductor named Ismet kept a list of who still owed money, written in pencil on the inside of his cap, and when he "
+    "retired the cap was framed and hung beside the timetable.",
+    "To mark out the new garden they used string, eleven pegs and an old door laid flat as a table. The path was to be as "
+    "wide as the wheelbarrow and a hand more. Beans would climb the south wall, and the shady corner was left to mint, "
+    "which would have taken it anyway. By evening the whole plan stood in the grass as thin white lines, and a neighbour "
+    "asked politely whether a kite had come down.",
+    "Each lighthouse on the coast had its own rhythm so that a sailor could tell them apart by counting. Skerry Head gave "
+    "two short flashes and a long dark; Brand Point gave one flash every nine seconds. The lamp at Tollen was the odd one, "
+    "because its motor ran slow in winter. Pilots knew this, and in January they subtracted a second without thinking, the "
+    "way one steps over a loose stair in a familiar house.",
 )
 
 
@@ -226,11 +226,12 @@ TOPICS = (
 
 READERS = ("a curious child of ten", "an adult who has never studied it")
 
-WORDS = (
-    "amber anchor apple arrow attic basin beacon bell birch blanket bottle bridge brook button cabin candle canyon carpet castle cedar "
-    "cherry circle clay cloud copper coral cotton cradle crystal curtain dagger desert dune eagle echo ember fabric falcon feather fern "
-    "ferry fiddle flute forest fountain fox garden garlic glacier glove granite grove hammer harbor hazel helmet heron hill honey hook "
-    "island ivory jacket jewel kettle kite ladder lantern laurel lemon linen lizard magnet maple marble meadow melon mirror moss needle "
-    "nickel oak oar olive onion orchard otter owl paddle paper pebble pepper pillow pine planet plum pocket prairie quarry quilt rabbit "
-    "raven ribbon river rocket rope saddle sand shadow shell silver spoon stone"
+WORDS = (  # noqa: SIM905
+    "amber anchor apple arrow attic basin beacon bell birch blanket bottle bridge brook button cabin candle canyon "
+    "carpet castle cedar cherry circle clay cloud copper coral cotton cradle crystal curtain dagger desert dune eagle "
+    "echo ember fabric falcon feather fern ferry fiddle flute forest fountain fox garden garlic glacier glove granite "
+    "grove hammer harbor hazel helmet heron hill honey hook island ivory jacket jewel kettle kite ladder lantern "
+    "laurel lemon linen lizard magnet maple marble meadow melon mirror moss needle nickel oak oar olive onion orchard "
+    "otter owl paddle paper pebble pepper pillow pine planet plum pocket prairie quarry quilt rabbit raven ribbon "
+    "river rocket rope saddle sand shadow shell silver spoon stone "
 ).split()

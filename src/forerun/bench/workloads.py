@@ -20,13 +20,15 @@ VARIANTS = 64  # prompts of each task; a run of more requests than that would re
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One of: message (a user's turn, for the chat template), text (continued as it stands), ids (random token ids, as many
-    as given: the engine's vocabulary decides which). name says task and variant."""
+    as given: the engine's vocabulary decides which). name says task and variant. prediction: what a user who asks this could
+    offer as the expected output, for the drafter `prediction`."""
 
     name: str
     message: str | None = None
     text: str | None = None
     random_ids: int = 0
     seed: int = 0
+    prediction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,13 @@ def _mixed(variant: int) -> tuple[int, int]:
 
 
 def _copy(variant: int) -> Prompt:
+    """The second copy is begun for the model: asked in a chat, small models summarise or go astray instead of copying, and
+    what they then repeat is their own mistake."""
     prose, function = _mixed(variant)
-    document = f"Note {variant + 1}.\n{PROSE[prose]}\n\n{FUNCTIONS[function].source}"
-    text = f"The document, reproduced verbatim twice.\n\nFirst copy:\n\n{document}\nSecond copy:\n\n"
-    return Prompt(f"copy {variant}", text=text)
+    document = f"{PROSE[prose]}\n\n{FUNCTIONS[function].source}"
+    begun = " ".join(PROSE[prose].split()[:6])
+    text = f"Document {variant + 1}\n\n{document}\nThe same document, word for word\n\n{begun}"
+    return Prompt(f"copy {variant}", text=text, prediction=document.removeprefix(begun))
 
 
 def _words(variant: int) -> Prompt:
@@ -73,7 +78,7 @@ def _return_code(variant: int) -> Prompt:
     old, new = function.renames[variant // 8 % 4]
     new = new if variant < 32 else f"the_{new}"
     ask = f"Rename `{old}` to `{new}` in this Python code and return the whole code, with nothing else changed."
-    return Prompt(f"return-code {variant}", message=f"{ask}\n\n```python\n{function.source}```")
+    return Prompt(f"return-code {variant}", message=f"{ask}\n\n```python\n{function.source}```", prediction=function.source)
 
 
 def _edit_code(variant: int) -> Prompt:
@@ -81,7 +86,7 @@ def _edit_code(variant: int) -> Prompt:
     turn = variant // 8
     edit, (old, new) = function.edits[turn % 3], function.renames[turn % 4]
     ask = f"Change this Python code: {edit}, and rename `{old}` to `{new}`. Return the whole changed code."
-    return Prompt(f"edit-code {variant}", message=f"{ask}\n\n```python\n{function.source}```")
+    return Prompt(f"edit-code {variant}", message=f"{ask}\n\n```python\n{function.source}```", prediction=function.source)
 
 
 def _explain(variant: int) -> Prompt:

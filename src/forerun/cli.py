@@ -1,0 +1,499 @@
+"""The command line: parses, builds, calls and prints; decides nothing. What takes long to import is imported inside the
+commands, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun import __version__
+from forerun.types import SettingError, require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from forerun.engine.stats import DraftStats
+    from forerun.llm import Output
+
+app = typer.Typer(
+    name="forerun",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Lossless speculative decoding, and the measurements that say whether it pays.\n\n"
+    "`forerun bench` answers the question on this machine in about two minutes; "
+    "`forerun generate` continues a text; `forerun models` lists what is here.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+MODEL, SAMPLING, SPECULATION, ENGINE, OUTPUT, RUN = "Model", "Sampling", "Speculation", "Engine", "Output", "Run"
+
+
+class DType(StrEnum):
+    """As in EngineConfig."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(StrEnum):
+    """As in EngineConfig."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        rich_help_panel=MODEL,
+        show_default="SmolLM2-135M-Instruct, fetched on first use",
+        help="A folder with safetensors, a .gguf file, or a Hugging Face id (owner/name or owner/name@revision).",
+    ),
+]
+DTypeOption = Annotated[
+    DType, typer.Option("--dtype", rich_help_panel=MODEL, help="Number format of weights and KV cache; auto: the checkpoint's.")
+]
+DeviceOption = Annotated[
+    Device, typer.Option("--device", rich_help_panel=MODEL, help="Where it runs; auto: a GPU if there is one.")
+]
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """A setting that cannot be used is one red line on stderr and exit code 2; an interrupt is exit code 130."""
+    try:
+        yield
+    except SettingError as error:
+        from rich.console import Console
+
+        # soft_wrap: one line, whatever the terminal's width, so that it can be searched for
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"forerun {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            show_default="standard input",
+            help="The text to continue (with --chat: the user's message). - reads standard input.",
+        ),
+    ] = None,
+    model: ModelOption = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", rich_help_panel=MODEL, help="Put the prompt through the model's chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", rich_help_panel=MODEL, help="A system message; implies --chat.")
+    ] = None,
+    dtype: DTypeOption = DType.auto,
+    device: DeviceOption = Device.auto,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", rich_help_panel=SAMPLING, help="At most so many output tokens.")
+    ] = 256,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", "-t", rich_help_panel=SAMPLING, help="0 takes the most likely token each time (greedy)."),
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option("--top-k", rich_help_panel=SAMPLING, help="Sample from the k most likely tokens; 0: no limit.")
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            "--top-p", rich_help_panel=SAMPLING, help="Sample from the most likely tokens that make up this probability."
+        ),
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            "--min-p", rich_help_panel=SAMPLING, help="Drop tokens less likely than this share of the most likely one."
+        ),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repetition-penalty", rich_help_panel=SAMPLING, help="Above 1: tokens of prompt and output count for less."
+        ),
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", rich_help_panel=SAMPLING, help="Taken off once for a token of the output.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option("--frequency-penalty", rich_help_panel=SAMPLING, help="Taken off for each time it is in the output."),
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", rich_help_panel=SAMPLING, help="End before this text. May be repeated."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", rich_help_panel=SAMPLING, help="Go on past the model's end of text, up to --max-tokens."),
+    ] = False,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", rich_help_panel=SAMPLING, show_default="0", help="The same seed gives the same sampled answer."),
+    ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-config",
+            "-s",
+            metavar="JSON|WORD",
+            rich_help_panel=SPECULATION,
+            show_default="no drafts",
+            help="How to draft: ngram, suffix or prediction with its defaults, or JSON with vLLM's keys. Changes the speed, "
+            "never the answer.",
+        ),
+    ] = None,
+    prediction: Annotated[
+        str | None,
+        typer.Option(
+            "--prediction",
+            metavar="TEXT|@FILE",
+            rich_help_panel=SPECULATION,
+            help="The expected answer, for method prediction; @FILE reads it from a file.",
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            rich_help_panel=ENGINE,
+            show_default="the model's",
+            help="Context length: prompt and answer together.",
+        ),
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", rich_help_panel=OUTPUT, help="Afterwards, speed and drafting on standard error.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", rich_help_panel=OUTPUT, help="One JSON object instead of text: text, ids, reason, drafting, times."
+        ),
+    ] = False,
+) -> None:
+    """Continue a text, or answer a message with --chat. The answer streams to standard output.
+
+    **Examples**
+
+        forerun generate "The three primary colours are"
+
+        forerun generate --chat "Rename x to width: def area(x, y): return x * y" -s ngram --stats
+
+        forerun generate -s '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2}' - < page.txt
+
+        forerun generate --chat "Add type hints to this file" -s prediction --prediction @old.py
+    """
+    with plain_errors():
+        text = _prompt(prompt)
+        from forerun.config import Speculation
+        from forerun.types import SamplingParams
+
+        speculation = Speculation.parse(speculative_config)
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+            max_tokens=max_tokens,
+            seed=seed,
+            prediction=_prediction(prediction),
+        )
+        from forerun.llm import LLM
+
+        llm = LLM(
+            model,
+            speculative_config=speculation,
+            dtype=dtype.value,
+            device=device.value,
+            max_num_seqs=1,
+            max_model_len=max_model_len,
+        )
+        system_turn = [{"role": "system", "content": system}] if system else []
+        given: str | list[int] = llm.chat_ids([*system_turn, {"role": "user", "content": text}]) if chat or system else text
+        if as_json:
+            (output,) = llm.generate([given], params)
+            print(json.dumps(_as_json(output, llm.settings()), ensure_ascii=False))
+            if stats:
+                done = output.completions[0]
+                _print_stats(done.stats, len(done.token_ids), done.timing.ttft_s, done.timing.e2e_s)
+            return
+        begin = time.perf_counter()
+        first, count, drafts = 0.0, 0, None
+        for chunk in llm.stream(given, params):
+            first = first or time.perf_counter() - begin
+            count += len(chunk.token_ids)
+            drafts = chunk.stats
+            print(chunk.text, end="", flush=True)
+        end = time.perf_counter() - begin
+        print(flush=True)
+        if stats and drafts is not None:
+            _print_stats(drafts, count, first, end)
+
+
+@app.command()
+def bench(
+    model: ModelOption = None,
+    dtype: DTypeOption = DType.auto,
+    device: DeviceOption = Device.auto,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks",
+            metavar="NAMES",
+            rich_help_panel=RUN,
+            help="What is asked, separated by commas: copy, words, random, return-code, edit-code, explain.",
+        ),
+    ] = "copy,return-code,edit-code,explain",
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arm",
+            "-a",
+            metavar="ARM",
+            rich_help_panel=RUN,
+            show_default="ngram and suffix",
+            help="A way of drafting to compare with plain decoding: ngram, suffix, ngram:k=2,4,8 (one arm for each) or JSON "
+            "with vLLM's keys. May be repeated.",
+        ),
+    ] = None,
+    repetitions: Annotated[
+        int,
+        typer.Option(
+            "--repetitions",
+            "-r",
+            rich_help_panel=RUN,
+            help="Measured batches for each arm and task; below 4 there is no verdict.",
+        ),
+    ] = 5,
+    warmups: Annotated[
+        int, typer.Option("--warmups", rich_help_panel=RUN, help="Batches before those, short and not counted.")
+    ] = 1,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", rich_help_panel=RUN, help="Output tokens of a request, at most.")
+    ] = 128,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", "-c", rich_help_panel=RUN, help="Requests sent together in a batch.")
+    ] = 1,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control",
+            rich_help_panel=RUN,
+            help="Measure the baseline twice: how much it differs from itself becomes the least difference that counts.",
+        ),
+    ] = False,
+    seed: Annotated[
+        int, typer.Option("--seed", rich_help_panel=RUN, help="Of the sampled task, random; the same in every arm.")
+    ] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default="bench-DATE-TIME.json",
+            help="The record: every raw sample, settings, versions, machine.",
+        ),
+    ] = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option("--markdown", metavar="FILE", rich_help_panel=OUTPUT, help="The tables and sentences as Markdown."),
+    ] = None,
+) -> None:
+    """Does speculation pay here? Measures it against plain decoding on this machine, with the same prompts, and says so.
+
+    Each task is run with no drafter (the baseline) and with each arm, in the order A B C, C B A, on prompts that differ
+    between repetitions and are the same for every arm. For each there is a speed-up with its 95 % interval, where it comes
+    from, whether the greedy answers stayed the same, and a verdict: faster, slower, no difference or not enough data. Takes
+    two to three minutes on two cores with the defaults.
+
+    **Examples**
+
+        forerun bench
+
+        forerun bench -m HuggingFaceTB/SmolLM2-360M-Instruct --tasks copy,explain -a ngram:k=2,4,8 -a suffix
+
+        forerun bench -a '{"method": "suffix", "suffix_decoding_max_spec_factor": 2.0}' -r 10 --control --markdown result.md
+    """
+    with plain_errors():
+        from rich.console import Console
+
+        from forerun.bench import arms, embedded, progress, record, report
+
+        console = Console()
+        plan = embedded.Plan(
+            tuple(name.strip() for name in tasks.split(",") if name.strip()),
+            arms.parse(tuple(arm or arms.DEFAULT_ARMS)),
+            repetitions=repetitions,
+            warmups=warmups,
+            max_tokens=max_tokens,
+            concurrency=concurrency,
+            control=control,
+            seed=seed,
+        )
+        path = output or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.json")
+        _writable("output", path)
+        if markdown is not None:
+            _writable("markdown", markdown)
+        from forerun.llm import LLM
+
+        with progress.waiting(console, "Loading the model"):
+            loaded = LLM.load(model, dtype.value, device.value)
+        with progress.watcher(console, plan.batches) as watcher:
+            measured = embedded.measure(
+                plan, loaded.name, embedded.engines(loaded, plan.concurrency, dtype.value, device.value), watcher
+            )
+        record.save(measured, path)
+        report.show(measured, console)
+        if markdown is not None:
+            markdown.write_text(report.markdown(measured), encoding="utf-8")
+        console.print(f"\nAll samples, settings and versions: {path}", highlight=False, soft_wrap=True)
+        if not measured.finished:
+            raise typer.Exit(130)
+
+
+@app.command()
+def models(
+    fetch: Annotated[
+        str | None, typer.Option("--fetch", metavar="MODEL", help="First fetch this model, if it is not here yet.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of a table.")] = False,
+) -> None:
+    """List the models that are on this machine, ready to be named with --model.
+
+    **Examples**
+
+        forerun models
+
+        forerun models --fetch smollm2-135m-instruct
+    """
+    with plain_errors():
+        from forerun.models import hub
+
+        if fetch is not None:
+            hub.resolve(fetch)
+        known = hub.models()
+        if as_json:
+            print(
+                json.dumps([{"name": m.name, "folder": str(m.folder) if m.folder else None, "bytes": m.bytes} for m in known])
+            )
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("model", "size", "folder")
+        for m in known:
+            here = m.folder is not None
+            table.add_row(
+                m.name,
+                f"{m.bytes / 1e6:,.0f} MB" if here else "–",
+                str(m.folder) if here else "not here yet; fetched on first use",
+            )
+        Console().print(table)
+
+
+def _prompt(given: str | None) -> str:
+    """The prompt's text, from the argument or from standard input."""
+    if given is None and sys.stdin.isatty():
+        raise SettingError(
+            "prompt", None, 'give a text, for instance forerun generate "Once upon a time", or - to read standard input'
+        )
+    text = sys.stdin.read() if given in (None, "-") else str(given)
+    require(bool(text.strip()), "prompt", text, "it is empty; give a text")
+    return text
+
+
+def _prediction(given: str | None) -> str | None:
+    if given is None or not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingError("prediction", given, f"cannot be read ({error.strerror}); give a file after the @") from None
+
+
+def _writable(name: str, path: Path) -> None:
+    """Found out before minutes of measuring."""
+    require(path.resolve().parent.is_dir(), name, str(path), "its folder does not exist; make it first or give another")
+    require(not path.is_dir(), name, str(path), "that is a folder; give a file's name")
+
+
+def _as_json(output: Output, settings: dict[str, Any]) -> dict[str, Any]:
+    done = output.completions[0]
+    drafts = {
+        **asdict(done.stats),
+        "acceptance_rate": done.stats.acceptance_rate,
+        "acceptance_length": done.stats.acceptance_length,
+    }
+    return {
+        "text": done.text,
+        "token_ids": list(done.token_ids),
+        "finish_reason": done.finish_reason,
+        "prompt_tokens": len(output.prompt_ids),
+        "timing": done.timing._asdict(),
+        "drafts": drafts,
+        "settings": settings,
+    }
+
+
+def _print_stats(drafts: DraftStats, tokens: int, first_s: float, end_s: float) -> None:
+    rate = "–" if drafts.acceptance_rate is None else f"{drafts.acceptance_rate:.0%} ({drafts.accepted} of {drafts.drafted})"
+    length = "–" if drafts.acceptance_length is None else f"{drafts.acceptance_length:.2f}"
+    share = "–" if not drafts.steps else f"{drafts.drafting_steps / drafts.steps:.0%}"
+    joint = " ".join(f"{100 * j:.0f}" for j in drafts.joint) or "–"
+    decode = f"{(tokens - 1) / (end_s - first_s):.1f}" if tokens > 1 and end_s > first_s else "–"
+    for line in (
+        f"{tokens} tokens in {end_s:.2f} s; first after {first_s:.2f} s, then {decode} tokens/s",
+        f"steps {drafts.steps}, with a draft {share}, tokens a step {length}",
+        f"drafted tokens accepted {rate}; share of steps accepted up to each position, in %: {joint}",
+    ):
+        print(line, file=sys.stderr)
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
