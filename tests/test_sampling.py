@@ -135,9 +135,11 @@ def block(req: Request) -> tuple[SamplingState, torch.Tensor, torch.Tensor, np.n
     return state_of(req), torch.zeros(4, dtype=torch.int64), torch.arange(start, start + 4), want
 
 
+@pytest.mark.parametrize("host", [True, False], ids=["rows", "tensors"])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-def test_distribution_of_every_position_of_a_block(params: dict[str, Any]) -> None:
+def test_distribution_of_every_position_of_a_block(params: dict[str, Any], host: bool) -> None:
     state, slot, position, want = block(request(**params))
+    state.host = host
     before = LOGITS.clone()
     logits, features = shaped(state, LOGITS, slot, position)
     probs = state.probs(logits, slot, features).numpy()
@@ -272,8 +274,10 @@ def test_wide_and_negative_seeds_are_taken() -> None:
 # --- bans and stops ----------------------------------------------------------------------------------------------------
 
 
-def test_ban_of_everything_but_one_and_of_rows_without_mass() -> None:
-    state = state_of(request(banned=tuple((t,) for t in range(7))), request())
+@pytest.mark.parametrize("host", [True, False], ids=["rows", "tensors"])
+def test_ban_of_everything_but_one_and_of_rows_without_mass(host: bool) -> None:
+    state = state_of(request(banned=tuple((t,) for t in range(7))), request(top_p=0.5, min_p=0.1, top_k=3))
+    state.host = host
     slot, position = torch.tensor([0, 1]), torch.tensor([5, 5])
     logits = LOGITS[:2].clone()
     logits[1] = -math.inf
@@ -404,7 +408,7 @@ def test_threshold_of_one_row_equals_the_tensors(data: st.DataObject) -> None:
             assert kept.sum() == top_k
 
 
-def test_choose_agrees_with_probs_on_a_large_vocabulary() -> None:
+def test_row_by_row_agrees_with_tensors_on_a_large_vocabulary() -> None:
     vocab, rows = 20_000, 12
     generator = torch.Generator().manual_seed(2)
     params: list[dict[str, Any]] = [
@@ -417,12 +421,17 @@ def test_choose_agrees_with_probs_on_a_large_vocabulary() -> None:
         logits = torch.randn(rows, vocab, generator=generator) * scale
         features = state.features(range(rows))
         position = torch.arange(rows) + 5
-        slow = draw(state.probs(logits, slot, features), state.uniform(slot, position, CHOOSE))
-        assert torch.equal(state.choose(logits, slot, position, features), slow)
+        fast, probs = state.choose(logits, slot, position, features), state.probs(logits, slot, features)
+        state.host = False
+        assert torch.equal(state.choose(logits, slot, position, features), fast)
+        assert torch.equal(state.probs(logits, slot, features), probs)
+        state.host = True
 
 
-def test_ties_with_the_last_token_kept_are_kept() -> None:
+@pytest.mark.parametrize("host", [True, False], ids=["rows", "tensors"])
+def test_ties_with_the_last_token_kept_are_kept(host: bool) -> None:
     state = state_of(request(top_k=2), request(top_p=0.5))
+    state.host = host
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0, 1.0, -1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -5.0]])
     slot = torch.tensor([0, 1])
     probs = state.probs(logits, slot, state.features([0, 1]))

@@ -75,7 +75,8 @@ class SamplingState:
     """The sampling parameters of S slots. tokens [S,L], length [S]: the pool of engine/slots.py, read and never written.
 
     The tables of bans and biases grow when a request needs wider ones; `grown` counts that, since a captured CUDA graph
-    holds the old ones.
+    holds the old ones. host: work row by row, doing what each row asks for only, instead of all rows at once in fixed
+    shapes; the default on the CPU. The two agree.
     """
 
     def __init__(self, tokens: Tensor, length: Tensor, vocab: int) -> None:
@@ -100,6 +101,7 @@ class SamplingState:
         self.stop_ids = torch.full((count, 1), -1, dtype=torch.int64, device=device)  # [S,M], unused: -1
         self.banned = torch.full((count, 1, 2), -1, dtype=torch.int64, device=device)  # [S,W,Lw], right-aligned, unused: -1
         self.grown = 0
+        self.host = device.type == "cpu"
         self._features = [Features()] * count
 
     def set(self, slot: int, request: Request) -> None:
@@ -227,7 +229,7 @@ class SamplingState:
 
     def probs(self, shaped: Tensor, slot: Tensor, features: Features) -> Tensor:
         """The target's distribution after temperature, min_p, top_k and top_p; [N,V], [N] -> [N,V] float32. Greedy rows
-        are one-hot at the argmax, and so is a row whose logits are all -inf."""
+        are one-hot at the argmax, and so is a row whose logits are all -inf or hold a NaN."""
         best = torch.zeros_like(shaped).scatter_(1, shaped.argmax(-1, keepdim=True), 1.0)
         if not features.sampled:
             return best
@@ -236,17 +238,22 @@ class SamplingState:
         top = shaped.amax(-1, keepdim=True)
         scaled = (shaped - top) / heat.to(shaped.dtype)  # largest 0: no temperature overflows
         if features.filtered:
-            floor = filters.thresholds(
-                shaped, heat, self.min_p[slot][:, None], self.top_k[slot][:, None], self.top_p[slot][:, None],
-                features.top_k, features.top_p, features.unbounded,
-            )
-            scaled = torch.where(shaped >= floor, scaled, -math.inf)
+            scaled = torch.where(shaped >= self._floor(shaped, slot, heat, features), scaled, -math.inf)
         return torch.where((temperature > 0) & (top > -math.inf), scaled.softmax(-1), best)
+
+    def _floor(self, shaped: Tensor, slot: Tensor, heat: Tensor, features: Features) -> Tensor:
+        """The smallest logit that the filters leave each row, [N,1]."""
+        min_p, top_k, top_p = (column[slot][:, None] for column in (self.min_p, self.top_k, self.top_p))
+        if not self.host:
+            return filters.thresholds(shaped, heat, min_p, top_k, top_p, features.top_k, features.top_p, features.unbounded)
+        settings = [column[:, 0].tolist() for column in (heat, min_p, top_k, top_p)]
+        floors = [filters.threshold(row, *setting) for row, *setting in zip(shaped.numpy(), *settings, strict=True)]
+        return torch.from_numpy(np.array(floors, dtype=np.float32))[:, None]
 
     def choose(self, shaped: Tensor, slot: Tensor, position: Tensor, features: Features) -> Tensor:
         """The target's own token at each position; [N,V], [N], [N] -> [N] int64: the argmax for greedy rows, else drawn from
         `probs` with the noise (seed, position, CHOOSE)."""
-        if shaped.device.type == "cpu":
+        if self.host:
             return self._choose_on_host(shaped, slot, position, features)
         if not features.sampled:
             return shaped.argmax(-1)
@@ -263,7 +270,7 @@ class SamplingState:
         for i, (temperature, min_p, top_k, top_p) in enumerate(zip(*settings, strict=True)):
             row = logits[i]
             top = row[choice[i]]
-            if temperature == 0 or top == -np.inf:
+            if temperature == 0 or not top > -np.inf:  # NaN too
                 continue
             kept = None
             if min_p > 0 or top_k > 0 or top_p < 1:
