@@ -102,6 +102,25 @@ def test_own_tree_grows_token_by_token(text: list[int], depth: int, k: int) -> N
         assert speculate(tree, None, k, 1.0, 0.1) == naive(text[:size], [], depth, k, 1.0, 0.1)
 
 
+@pytest.mark.parametrize("kind", ["copy", "period", "binary", "one token"])
+def test_own_tree_on_long_repetitive_texts(kind: str) -> None:
+    rng = np.random.default_rng(3)
+    piece = rng.integers(0, 9, 40).tolist()
+    text = {
+        "copy": [*piece, 99, *piece, 98, *piece[7:], *piece[:30]],
+        "period": [1, 2, 3, 1, 2] * 20,
+        "binary": rng.integers(0, 2, 90).tolist(),
+        "one token": [4] * 60,
+    }[kind]
+    tree = OwnTree(24)
+    for size, token in enumerate(text, 1):
+        tree.append(token)
+        if size % 3 == 0:
+            assert speculate(tree, None, 24, 1.0, 0.1) == naive(text[:size], [], 24, 24, 1.0, 0.1)
+    nodes, leaves = tree_size(tree.root)
+    assert nodes <= len(text) and leaves <= len(text)
+
+
 def counts(texts: list[list[int]], depth: int) -> Counter[tuple[int, ...]]:
     """How often every stretch of up to depth tokens occurs."""
     return Counter(tuple(t[i:j]) for t in texts for i in range(len(t)) for j in range(i + 1, min(i + depth, len(t)) + 1))

@@ -3,11 +3,11 @@ prompt and output and in earlier requests' outputs.
 
 Two trees of depth D hold every stretch of up to D tokens with the number of times it occurred:
 
-    OwnTree      one growing text (prompt + output); a token is added in O(D); a node for each stretch that occurred twice
-    SharedTree   whole texts (outputs of finished requests), first in, first out; path-compressed, so that there is at
-                 most one node for each token held, and a removed text leaves nothing behind
+    OwnTree      one growing text (prompt + output); a token is added in O(D)
+    SharedTree   whole texts (outputs of finished requests), first in, first out; a removed text leaves nothing behind
 
-In both, a stretch that occurred once is no node but a leaf: the position in the text from where the text itself goes on.
+Both are path-compressed, with at most one node for each token held, and in both a stretch that occurred once is no node
+but a leaf: the position in the text from where the text itself goes on.
 For every suffix of the context that occurs (lengths 1 .. D-1, the whole context included) the walk goes on from its
 place along the most frequent child, of equals the one seen last, while the product of relative frequencies (of those
 occurrences that went on) stays at or above min_prob; at most factor * length and k tokens. The walk with the largest
@@ -37,7 +37,7 @@ INDEX = (1 << TEXT) - 1
 
 class Node:
     """A stretch that occurred `count` >= 2 times, of which `follow` went on into a child. The last `length` tokens of the
-    stretch are the edge that leads here; `at` is where that edge begins in the stretch's latest occurrence."""
+    stretch are the edge that leads here; `at` is where that edge begins in one of the stretch's occurrences."""
 
     __slots__ = ("at", "best", "children", "count", "follow", "length")
 
@@ -114,47 +114,68 @@ def walk(texts: dict[int, array[int]], place: Place, limit: int, min_prob: float
 
 
 class OwnTree:
-    """The stretches of one text that grows at its end. Nodes have edges of one token."""
+    """The stretches of one text that grows at its end. A node's `at` is in the stretch's first occurrence, which is the
+    one that has come furthest, so that an edge may reach past what is known yet; its length is then up to the depth."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.text: array[int] = array("i")
         self.texts = {0: self.text}
         self.root = Node(0, 0, 0)
-        self.active = [self.root]  # the nodes of the text's suffixes of length 0, 1, .. as far as these occurred before
+        self.active: list[tuple[Node, int]] = [(self.root, 0)]  # where the text's suffixes of length 0, 1, .. end (node,
+        # tokens into its edge), as far as they occurred before; a suffix counts in a node as soon as it enters its edge
 
     def append(self, token: int) -> None:
         at = len(self.text)
         self.text.append(token)
-        active = [self.root]
-        for length, node in enumerate(self.active[: self.depth], 1):
+        before, active = self.active[: self.depth], [(self.root, 0)]
+        for length, (node, past) in enumerate(before):
+            if past < node.length:
+                if self.text[node.at + past] == token:
+                    active.append((node, past + 1))
+                else:
+                    self._split(node, past, active, before, length)
+                    node.children[token] = at
+                    node.follow += 1
+                    node.favour(token, 1)
+                continue
             node.follow += 1
             child = node.children.get(token)
             if child is None:  # and every longer suffix is new too
                 node.children[token] = at
                 node.favour(token, 1)
-            elif isinstance(child, int):
-                twice = Node(at, 1, 2)
-                if length < self.depth:
-                    twice.follow = 1
-                    twice.children[self.text[child + 1]] = child + 1  # the first time went on at least as far as `at`
-                node.children[token] = twice
-                node.favour(token, 2)
-                active.append(twice)
-            else:
-                child.count += 1
-                child.at = at
-                node.favour(token, child.count)
-                active.append(child)
+                continue
+            if isinstance(child, int):
+                child = node.children[token] = Node(child, self.depth - length, 1)
+            child.count += 1
+            node.favour(token, child.count)
+            active.append((child, 1))
         self.active = active
+
+    def _split(
+        self, node: Node, past: int, active: list[tuple[Node, int]], before: list[tuple[Node, int]], length: int
+    ) -> None:
+        """End node's edge after past tokens, where the suffix of this length leaves it, and put the rest into a child.
+        Shorter suffixes (active, a token further on already) are not past that place, longer ones (before) are."""
+        count = node.count - 1 - sum(edge is node for edge, _ in active)
+        rest: Node | int = node.at + past
+        first = self.text[node.at + past]
+        if count > 1:
+            rest = Node(node.at + past, node.length - past, count)
+            rest.follow, rest.best, rest.children = node.follow, node.best, node.children
+            for longer in range(length + 1, len(before)):
+                if before[longer][0] is node:
+                    before[longer] = (rest, before[longer][1] - past)
+        node.length, node.follow, node.best, node.children = past, count, first, {first: rest}
 
     def matches(self) -> list[Place]:
         """Where the suffixes of length 1, 2, .. end that occurred before; those of depth tokens have nothing behind."""
-        return [Place(node, 1) for node in self.active[1 : self.depth]]
+        return [Place(node, past) for node, past in self.active[1 : self.depth]]
 
 
 class SharedTree:
-    """The stretches of at most max_texts whole texts; adding one more removes the oldest."""
+    """The stretches of at most max_texts whole texts; adding one more removes the oldest. A node's `at` is in the
+    stretch's latest occurrence."""
 
     def __init__(self, depth: int, max_texts: int) -> None:
         self.depth, self.max_texts = depth, max_texts
