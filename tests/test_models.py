@@ -4,41 +4,55 @@ and the rotation tables against theirs."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.tiny import NAMES, tiny_model
 
 from forerun.kernels import Batch, reference
 from forerun.models import rope
 from forerun.models.config import FAMILIES, ModelConfig
 from forerun.models.decoder import KVCache, Target, choose_dtype
 from forerun.types import SettingError
+from tests.tiny import NAMES, tiny_model
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
 BLOCK = 8
+Pair = tuple[Target, list[torch.Tensor], list[torch.Tensor]]
 
-VARIANTS = {
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share between threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.3, "beta_fast": 16.0}
+SLIDES = {"use_sliding_window": True, "sliding_window": 5}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"config": {"attention_bias": True}}),
     "llama, tied, one kv head": ("llama", {"tied": True, "kv_heads": 1}),
-    "llama 3": ("llama", {"config": {"rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}}),
+    "llama 3": ("llama", {"config": {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64}}}),
     "llama, linear": ("llama", {"config": {"rope_scaling": {"type": "linear", "factor": 4.0}}}),
     "llama, dynamic": ("llama", {"config": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}}),
-    "llama, transformers 5": ("llama", {"config": {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}),
+    "llama, transformers 5": ("llama", {"config": {"rope_theta": None, "rope_parameters": {"rope_theta": 500.0}}}),
     "mistral": ("mistral", {"config": {"sliding_window": None}}),
     "mistral, window": ("mistral", {"config": {"sliding_window": 7}}),
     "qwen2": ("qwen2", {"tied": True}),
-    "qwen2, window in some layers": ("qwen2", {"layers": 3, "config": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}}),
-    "qwen2, window by type": ("qwen2", {"config": {
-        "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}}),
-    "qwen2, yarn": ("qwen2", {"config": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}}),
+    "qwen2, window in some layers": ("qwen2", {"layers": 3, "config": SLIDES | {"max_window_layers": 1}}),
+    "qwen2, window by type": ("qwen2", {"config": SLIDES | {"layer_types": ["sliding_attention", "full_attention"]}}),
+    "qwen2, yarn": ("qwen2", {"config": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}}),
     "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3, yarn": ("qwen3", {"config": {"rope_scaling": {
-        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 1.3, "beta_fast": 16.0}}}),
+    "qwen3, yarn": ("qwen3", {"config": {"rope_scaling": YARN | {"original_max_position_embeddings": 64}}}),
 }
 
 
@@ -62,10 +76,10 @@ def prompts(vocab: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda name: name.replace(", ", "-").replace(" ", "_"))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, list[torch.Tensor], list[torch.Tensor]]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target, and transformers' logits and inputs of layer 1 for each prompt."""
     architecture, sizes = VARIANTS[request.param]
-    folder = tiny_model(tmp_path_factory.mktemp("model"), architecture, **sizes)  # type: ignore[arg-type]
+    folder = tiny_model(tmp_path_factory.mktemp("model"), architecture, **sizes)
     target = Target.load(folder, "float32", kernels=reference)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logits, hidden = [], []
@@ -83,7 +97,7 @@ def same(mine: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
 
 
-def test_a_whole_prompt(pair: tuple[Target, list[torch.Tensor], list[torch.Tensor]]) -> None:
+def test_a_whole_prompt(pair: Pair) -> None:
     target, logits, hidden = pair
     ids = prompts(target.config.vocab_size)[0]
     count, tables = shuffled_pages(1, 5)
@@ -94,7 +108,7 @@ def test_a_whole_prompt(pair: tuple[Target, list[torch.Tensor], list[torch.Tenso
 
 
 @pytest.mark.parametrize("chunk", [1, 11])
-def test_a_prompt_in_chunks(pair: tuple[Target, list[torch.Tensor], list[torch.Tensor]], chunk: int) -> None:
+def test_a_prompt_in_chunks(pair: Pair, chunk: int) -> None:
     target, logits, _ = pair
     ids = prompts(target.config.vocab_size)[0]
     count, tables = shuffled_pages(1, 5)
@@ -103,7 +117,7 @@ def test_a_prompt_in_chunks(pair: tuple[Target, list[torch.Tensor], list[torch.T
     same(torch.cat(found), logits[0])
 
 
-def test_ragged_rows_together(pair: tuple[Target, list[torch.Tensor], list[torch.Tensor]]) -> None:
+def test_ragged_rows_together(pair: Pair) -> None:
     """Each row first a piece of its own length, then the rest: no row sees another's keys."""
     target, logits, _ = pair
     rows = prompts(target.config.vocab_size)
@@ -117,7 +131,7 @@ def test_ragged_rows_together(pair: tuple[Target, list[torch.Tensor], list[torch
         same(torch.cat((a, b)), theirs)
 
 
-def test_stale_keys_past_the_end_do_not_count(pair: tuple[Target, list[torch.Tensor], list[torch.Tensor]]) -> None:
+def test_stale_keys_past_the_end_do_not_count(pair: Pair) -> None:
     """Rejected drafts stay in the pages and are written over."""
     target, logits, _ = pair
     ids = prompts(target.config.vocab_size)[0]
@@ -134,7 +148,8 @@ def test_only_the_logits_asked_for(tmp_path: Path) -> None:
     every = target.forward(whole, target.kv_cache(count, BLOCK)).logits
     some = target.forward(whole._replace(logits_at=torch.tensor([36, 4])), target.kv_cache(count, BLOCK)).logits
     torch.testing.assert_close(some, every[[36, 4]])
-    assert target.forward(whole._replace(logits_at=torch.tensor([], dtype=torch.int64)), target.kv_cache(count, BLOCK)).logits.shape == (0, 269)
+    none = whole._replace(logits_at=torch.tensor([], dtype=torch.int64))
+    assert target.forward(none, target.kv_cache(count, BLOCK)).logits.shape == (0, 269)
 
 
 def test_hidden_states_in_the_order_asked(tmp_path: Path) -> None:
@@ -171,7 +186,9 @@ def test_sizes(tmp_path: Path) -> None:
 
 
 def test_random_weights_of_a_shape() -> None:
-    config = ModelConfig(vocab_size=300, hidden_size=64, intermediate_size=128, layers=4, heads=4, kv_heads=2, head_dim=16, max_positions=64)
+    config = ModelConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, layers=4, heads=4, kv_heads=2, head_dim=16, max_positions=64
+    )
     target = Target.random(config, torch.float32, kernels=reference)
     count, tables = shuffled_pages(1, 5)
     logits = target.forward(batch([(prompts(300)[0], 0)], tables), KVCache(config, count, BLOCK, torch.float32)).logits
@@ -184,15 +201,11 @@ def test_random_weights_of_a_shape() -> None:
 # ---- configuration
 
 
-def read(tmp_path: Path, architecture: str = "llama", **keys: object) -> ModelConfig:
-    return ModelConfig.read(tiny_model(tmp_path, architecture, config=keys))
-
-
 def parsed(**keys: object) -> ModelConfig:
     given = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 99, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 4096,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 99, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 4096,
+    }
     return ModelConfig.parse(given | keys, {})
 
 
@@ -226,6 +239,10 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
     assert all(name in str(error.value) for name in FAMILIES)
 
 
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
@@ -242,9 +259,9 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
         ({"dtype": "float8_e4m3fn"}, "dtype"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "num_key_value_heads"),
         ({"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}, "head_dim"),
-        ({"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "layer_types": ["full_attention"]}, "layer_types"),
-        ({"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "layer_types": ["sliding_attention"] * 2}, "sliding_window"),
-        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
+        (MISTRAL | {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
     ],
 )
 def test_what_is_not_computed_is_an_error(keys: dict[str, object], named: str) -> None:
@@ -257,7 +274,7 @@ def test_what_is_not_computed_is_an_error(keys: dict[str, object], named: str) -
 def test_rotation_tables(name: str, tmp_path: Path) -> None:
     """Over a long context, where the variants' frequencies part."""
     architecture, sizes = VARIANTS[name]
-    folder = tiny_model(tmp_path, architecture, positions=512, **sizes)  # type: ignore[arg-type]
+    folder = tiny_model(tmp_path, architecture, positions=512, **sizes)
     config = ModelConfig.read(folder)
     theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.AutoConfig.from_pretrained(folder))
     cos, sin = theirs(torch.zeros(1), torch.arange(512)[None])
