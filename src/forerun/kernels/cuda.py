@@ -1,0 +1,134 @@
+"""The kernels for CUDA. Knows which launch suits how many tokens: up to FEW_TOKENS the Triton products of a decode step
+(cuda_products.py), above them the vendor's matrix product with small kernels between; attention is in cuda_attention.py.
+
+Everything can be captured in a CUDA graph: nothing waits for the host and every shape is known to it. A decode step that
+is captured says first what it is: `kernels.bounded(width, context)`. Launches on one stream at a time only, since the
+attention of two would count their programs in one place.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from forerun.kernels import AttentionShape, Batch
+from forerun.kernels import cuda_products as products
+from forerun.kernels.cuda_attention import attend_decode, attend_ragged
+from forerun.kernels.cuda_products import Tiles, launch, power_of_two
+from forerun.types import require
+
+FEW_TOKENS = 64
+
+
+# (outputs, k, gate): the fastest cut measured on an H200 by benchmarks/gpu/kernels.py, for shapes that were
+TUNED: dict[tuple[int, int, bool], Tiles] = {}
+
+
+def choose(n: int, k: int, gate: bool) -> Tiles:
+    """How to cut a product of n outputs over k."""
+    if (n, k, gate) in TUNED:
+        return TUNED[n, k, gate]
+    if k <= 2048:
+        for columns in (8, 16, 32):
+            if n <= columns * 264:
+                break
+        return Tiles(columns, 8)
+    return Tiles(16 if gate else 32, 4, 256, 3)
+
+
+class CudaKernels:
+    """The kernels for bfloat16 or float16 on a CUDA device. width: every row of a batch has so many tokens (None: any
+    numbers, as in prefill); context: positions are below it. Up to 16 tokens, each output of a layer is summed alike
+    however many there are."""
+
+    def __init__(self, device: torch.device | str, width: int | None = None, context: int = 0, arrived: Tensor | None = None) -> None:
+        self.width, self.context = width, context
+        self.device = torch.device(device)
+        # counts the programs of an attention launch that are done, for each row and key head; every launch leaves it zero
+        self.arrived = torch.zeros(1 << 16, dtype=torch.int32, device=self.device) if arrived is None else arrived
+        self.pdl = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
+
+    def bounded(self, width: int, context: int) -> CudaKernels:
+        """For batches whose rows have `width` tokens each, at positions below `context`: a decode step with k = width - 1.
+        The bound sizes the launch; a short context in it is found out on the device and costs little."""
+        require(1 <= width <= 128, "width", width, "give 1 to 128 tokens a row")
+        require(context >= 1, "context", context, "give the longest context of the step, for instance 4096")
+        return CudaKernels(self.device, width, context, self.arrived)
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.shape[0] > FEW_TOKENS:
+            return F.linear(self.rms_norm(x, norm, eps), weight, bias)
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        launch(choose(*weight.shape, False), self.pdl, x, norm, eps, weight, bias, None, out)
+        return out
+
+    def attend(
+        self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+        key_pages: Tensor, value_pages: Tensor, batch: Batch,
+    ) -> Tensor:
+        given = (qkv, shape, cos, sin, q_norm, k_norm, key_pages, value_pages, batch)
+        if self.width is None:
+            return attend_ragged(*given)
+        return attend_decode(*given, self.width, self.context, self.arrived, self.pdl)
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        if x.shape[0] > FEW_TOKENS:
+            return residual + F.linear(x, weight, bias)
+        out = torch.empty_like(residual)
+        launch(choose(*weight.shape, False), self.pdl, x, None, 0.0, weight, bias, residual, out)
+        return out
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        total, inner = x.shape[0], weight.shape[0] // 2
+        out = x.new_empty(total, inner)
+        if total > FEW_TOKENS:
+            both = F.linear(self.rms_norm(x, norm, eps), weight)
+            products.silu_mul_kernel[(total, triton.cdiv(inner, 1024))](both, out, inner, 1024, False)
+        else:
+            launch(choose(inner, weight.shape[1], True), self.pdl, x, norm, eps, weight, None, None, out, gate=True)
+        return out
+
+    def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        if x.shape[0] > FEW_TOKENS:
+            return F.linear(self.rms_norm(x, norm, eps), weight).float()
+        out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+        launch(choose(*weight.shape, False), self.pdl, x, norm, eps, weight, None, None, out)
+        return out
+
+    def norm_argmax(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """The index of the largest logit, of equals the first, without storing the logits.  [N,H] -> [N] int64"""
+        total = x.shape[0]
+        if total > FEW_TOKENS:
+            return self.argmax(self.norm_logits(x, norm, eps, weight))
+        tiles = choose(*weight.shape, False)
+        blocks = triton.cdiv(weight.shape[0], tiles.columns)
+        tops = x.new_empty(total, blocks, dtype=torch.float32)
+        firsts = x.new_empty(total, blocks, dtype=torch.int32)
+        launch(tiles, self.pdl, x, norm, eps, weight, None, None, tops, firsts)
+        return self._best(tops, firsts)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The index of each row's largest logit, of equals the first.  [N,V] -> [N] int64"""
+        total, v = logits.shape
+        blocks = triton.cdiv(v, 4096)
+        tops = logits.new_empty(total, blocks, dtype=torch.float32)
+        firsts = logits.new_empty(total, blocks, dtype=torch.int32)
+        products.block_best_kernel[(total, blocks)](logits, tops, firsts, v, 4096, self.pdl, **self._launch())
+        return self._best(tops, firsts)
+
+    def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        k = x.shape[1]
+        products.rms_norm_kernel[(x.shape[0],)](x, norm, out, eps, k, power_of_two(k), self.pdl, **self._launch())
+        return out
+
+    def _best(self, tops: Tensor, firsts: Tensor) -> Tensor:
+        total, blocks = tops.shape
+        out = firsts.new_empty(total, dtype=torch.int64)
+        products.best_kernel[(total,)](tops, firsts, out, blocks, power_of_two(blocks), self.pdl, **self._launch())
+        return out
+
+    def _launch(self) -> dict[str, int | bool]:
+        return {"num_warps": 4, "launch_pdl": True} if self.pdl else {"num_warps": 4}

@@ -1,0 +1,308 @@
+"""The matrix products of a decode step as Triton kernels, each with what stands before it (the RMS norm) and after it
+(bias, residual, gate, arg-max) in the same launch. Knows tiles and launches; which tiles suit which shape is `choose`.
+
+A decode step is a chain of short kernels, so what counts is how soon each can start. With programmatic dependent launch
+a kernel starts while the one before it still runs, fetches its weights, which depend on nothing, and only then waits for
+its input. Every kernel lets the next one start right after its own wait and never before: what a kernel reads before
+its wait is thereby complete if anything but its direct predecessor wrote it.
+
+Up to 16 tokens share one tile, so that each output is summed in the same order for 1 token as for 16: a verify step rounds
+as plain decoding does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda as tl_cuda
+
+
+class Tiles(NamedTuple):
+    """How a product is cut. columns: outputs of a program. warps. step: the part of K that a program takes at a time
+    (0: all of K at once, held in registers). stages: of the pipeline over K. split: warps that share a step of K."""
+
+    columns: int
+    warps: int
+    step: int = 0
+    stages: int = 3
+    split: int = 1
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait for the kernel before this one; then let the next one start."""
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers, PDL: tl.constexpr):
+    """Ask for the 128 bytes at each pointer to be brought into the L2 cache."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.uint64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _along(start, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    """Positions along K from start on, folded so that each warp takes its own stretch: [SPLIT,1,WIDTH/SPLIT]."""
+    step: tl.constexpr = WIDTH // SPLIT
+    return start + tl.arange(0, SPLIT)[:, None, None] * step + tl.arange(0, step)[None, None, :]
+
+
+@triton.jit
+def _rows(base, rows, limit, k, K: tl.constexpr, EVEN: tl.constexpr):
+    """[SPLIT,ROWS,STEP] of base [limit,K]; EVEN: k is below K everywhere."""
+    pointers = base + rows[None, :, None] * K + k
+    if EVEN:
+        return tl.load(pointers, mask=(rows < limit)[None, :, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=(rows < limit)[None, :, None] & (k < K), other=0.0)
+
+
+@triton.jit
+def _squares(x):
+    """[SPLIT,BM,STEP] -> [BM], the sum of squares"""
+    wide = x.to(tl.float32)
+    return tl.sum(tl.sum(wide * wide, 2), 0)
+
+
+@triton.jit
+def _normed(x, scale, norm, k, K: tl.constexpr):
+    """x [SPLIT,BM,STEP] normalised: rounded before the norm's weight is applied, and after."""
+    by = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+    return ((x.to(tl.float32) * scale[None, :, None]).to(x.dtype).to(tl.float32) * by).to(x.dtype)
+
+
+@triton.jit
+def _product(x, weights):
+    """[SPLIT,BM,STEP], [SPLIT,BN,STEP] -> [BM,BN] float32"""
+    return tl.sum(tl.dot(x, tl.permute(weights, (0, 2, 1))), 0)
+
+
+@triton.jit
+def _finish(
+    sums, more, bias, residual, out, best, m, n, T, block, N: tl.constexpr, BLOCKS: tl.constexpr, GATE: tl.constexpr,
+    ADD: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr,
+):
+    """Round where torch's separate operations would, and store."""
+    ok = (m < T)[:, None] & (n < N)[None, :]
+    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    if BIAS:
+        sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if BEST:  # of this block of columns, the largest and, of equals, the first
+        sums = tl.where((n < N)[None, :], sums, float("-inf"))
+        top = tl.max(sums, 1)
+        first = tl.min(tl.where(sums == top[:, None], n[None, :], N), 1)
+        tl.store(out + m * BLOCKS + block, top, mask=m < T)
+        tl.store(best + m * BLOCKS + block, first, mask=m < T)
+    elif GATE:
+        dtype: tl.constexpr = out.dtype.element_ty
+        gate = sums.to(dtype).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        tl.store(out + at, (silu * more.to(dtype).to(tl.float32)).to(dtype), mask=ok)
+    elif ADD:
+        old = tl.load(residual + at, mask=ok, other=0.0)
+        tl.store(out + at, (old.to(tl.float32) + sums.to(old.dtype).to(tl.float32)).to(old.dtype), mask=ok)
+    else:
+        tl.store(out + at, sums.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["T"])
+def whole_kernel(
+    x, norm, weight, bias, residual, out, best, T, eps, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    K1: tl.constexpr, S1: tl.constexpr, K2: tl.constexpr, S2: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    ADD: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
+):
+    """All of K at once, in two parts of K1 and K2 (0: none), powers of two: the weights are in registers before the wait."""
+    block = tl.program_id(0)
+    n = block * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    k1 = _along(0, K1, S1)
+    even1: tl.constexpr = K1 <= K
+    even2: tl.constexpr = K1 + K2 <= K
+    up = weight + N * K
+    w1 = _rows(weight, n, N, k1, K, even1)
+    if GATE:
+        u1 = _rows(up, n, N, k1, K, even1)
+    if K2 > 0:
+        k2 = _along(K1, K2, S2)
+        w2 = _rows(weight, n, N, k2, K, even2)
+        if GATE:
+            u2 = _rows(up, n, N, k2, K, even2)
+    wait(PDL)
+    x1 = _rows(x, m, T, k1, K, even1)
+    if K2 > 0:
+        x2 = _rows(x, m, T, k2, K, even2)
+    if NORM:
+        squares = _squares(x1)
+        if K2 > 0:
+            squares += _squares(x2)
+        scale = tl.rsqrt(squares / K + eps)
+        x1 = _normed(x1, scale, norm, k1, K)
+        if K2 > 0:
+            x2 = _normed(x2, scale, norm, k2, K)
+    sums = _product(x1, w1)
+    more = sums
+    if GATE:
+        more = _product(x1, u1)
+    if K2 > 0:
+        sums += _product(x2, w2)
+        if GATE:
+            more += _product(x2, u2)
+    _finish(sums, more, bias, residual, out, best, m, n, T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
+
+
+@triton.jit(do_not_specialize=["T"])
+def loop_kernel(
+    x, norm, weight, bias, residual, out, best, T, eps, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STEP: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
+):
+    """STEP of K at a time, in a pipeline; the first AHEAD of each row of weights are called into L2 before the wait."""
+    block = tl.program_id(0)
+    n = block * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    even: tl.constexpr = K % STEP == 0
+    mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
+    up = mine + N * K
+    r = tl.arange(0, BN)
+    left = N - block * BN
+    if PDL and AHEAD > 0:
+        lines = tl.minimum(r, left - 1)[:, None] * K + tl.arange(0, AHEAD // 64)[None, :] * 64
+        prefetch(mine + lines, PDL)
+        if GATE:
+            prefetch(up + lines, PDL)
+    wait(PDL)
+    scale = tl.zeros((BM,), tl.float32)
+    if NORM:
+        squares = tl.zeros((BM,), tl.float32)
+        for k0 in range(0, K, 1024):
+            squares += _squares(_rows(x, m, T, _along(k0, 1024, 1), K, K % 1024 == 0))
+        scale = tl.rsqrt(squares / K + eps)
+    sums = tl.zeros((BM, BN), tl.float32)
+    more = sums
+    if SPLIT == 1:
+        for k0 in range(0, K, STEP):
+            k = k0 + tl.arange(0, STEP)
+            part = tl.load(x + m[:, None] * K + k[None, :], mask=(m < T)[:, None] & (even | (k < K)[None, :]), other=0.0)
+            if NORM:
+                by = tl.load(norm + k, mask=even | (k < K), other=0.0).to(tl.float32)
+                part = ((part.to(tl.float32) * scale[:, None]).to(part.dtype).to(tl.float32) * by[None, :]).to(part.dtype)
+            at = r[:, None] * K + k[None, :]
+            ok = (r < left)[:, None] & (even | (k < K)[None, :])
+            sums = tl.dot(part, tl.load(mine + at, mask=ok, other=0.0).T, sums)
+            if GATE:
+                more = tl.dot(part, tl.load(up + at, mask=ok, other=0.0).T, more)
+    else:
+        folded = tl.zeros((SPLIT, BM, BN), tl.float32)
+        folded_up = folded
+        for k0 in range(0, K, STEP):
+            k = _along(k0, STEP, SPLIT)
+            part = _rows(x, m, T, k, K, even)
+            if NORM:
+                part = _normed(part, scale, norm, k, K)
+            folded = tl.dot(part, tl.permute(_rows(mine, r, left, k, K, even), (0, 2, 1)), folded)
+            if GATE:
+                folded_up = tl.dot(part, tl.permute(_rows(up, r, left, k, K, even), (0, 2, 1)), folded_up)
+        sums = tl.sum(folded, 0)
+        more = tl.sum(folded_up, 0)
+    _finish(sums, more, bias, residual, out, best, m, n, T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
+
+
+@triton.jit
+def best_kernel(tops, firsts, out, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    """The largest of a row's block maxima, and of equals the first."""
+    row = tl.program_id(0)
+    b = tl.arange(0, WIDTH)
+    wait(PDL)
+    top = tl.load(tops + row * BLOCKS + b, mask=b < BLOCKS, other=float("-inf"))
+    first = tl.load(firsts + row * BLOCKS + b, mask=b < BLOCKS, other=2147483647)
+    tl.store(out + row, tl.min(tl.where(top == tl.max(top, 0), first, 2147483647), 0).to(tl.int64))
+
+
+@triton.jit
+def block_best_kernel(logits, tops, firsts, V, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    """The largest of WIDTH logits of a row, and of equals the first."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    v = block * WIDTH + tl.arange(0, WIDTH)
+    wait(PDL)
+    x = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
+    top = tl.max(x, 0)
+    tl.store(tops + row * tl.num_programs(1) + block, top)
+    tl.store(firsts + row * tl.num_programs(1) + block, tl.min(tl.where(x == top, v, 2147483647), 0))
+
+
+@triton.jit
+def rms_norm_kernel(x, norm, out, eps, K: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, WIDTH)
+    by = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+    wait(PDL)
+    part = tl.load(x + row * K + k, mask=k < K, other=0.0)
+    wide = part.to(tl.float32)
+    scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)).to(part.dtype)
+    tl.store(out + row * K + k, (scaled.to(tl.float32) * by).to(part.dtype), mask=k < K)
+
+
+@triton.jit
+def silu_mul_kernel(both, out, I: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    """both [T,2I] -> silu(first half) * second half"""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    wait(PDL)
+    gate = tl.load(both + row * 2 * I + i, mask=i < I, other=0.0)
+    up = tl.load(both + row * 2 * I + I + i, mask=i < I, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * I + i, (silu * up.to(tl.float32)).to(gate.dtype), mask=i < I)
+
+
+def power_of_two(n: int) -> int:
+    return triton.next_power_of_2(n)
+
+
+@cache
+def whole_parts(k: int, warps: int) -> tuple[int, int, int, int]:
+    """K1, S1, K2, S2 of whole_kernel: the largest power of two in k and the rest, each split over the warps as far as the
+    16 of a tensor-core step go."""
+    first = 1 << (k.bit_length() - 1)
+    rest = power_of_two(k - first) if k > first else 0
+    if 0 < rest < 16:
+        rest = 16
+    if rest == first:
+        first, rest = 2 * first, 0
+    return first, min(warps, max(first // 16, 1)), rest, min(warps, max(rest // 16, 1))
+
+
+def launch(
+    tiles: Tiles, pdl: bool, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    out: Tensor, best: Tensor | None = None, gate: bool = False,
+) -> None:
+    """One product: out [T,N] of x [T,K] and weight [N,K] ([2N,K] with gate). With best, out and best are the maxima of
+    each block of columns, [T, ceil(N / columns)]."""
+    total, k = x.shape
+    n = weight.shape[0] // 2 if gate else weight.shape[0]
+    bm = 16 if total <= 16 else 32 if total <= 32 else 64
+    grid = (triton.cdiv(n, tiles.columns), triton.cdiv(total, bm))
+    dummy = x
+    args = (
+        x, dummy if norm is None else norm, weight, dummy if bias is None else bias, dummy if residual is None else residual, out,
+        dummy if best is None else best, total, eps, n, k, bm, tiles.columns,
+    )
+    flags: dict[str, Any] = {
+        "NORM": norm is not None, "GATE": gate, "ADD": residual is not None, "BIAS": bias is not None, "BEST": best is not None,
+        "PDL": pdl, "num_warps": tiles.warps, **({"launch_pdl": True} if pdl else {}),
+    }
+    if tiles.step == 0:
+        whole_kernel[grid](*args, *whole_parts(k, tiles.warps), **flags, num_stages=1)
+    else:
+        ahead = min(512, power_of_two(k + 1) // 2)
+        loop_kernel[grid](*args, tiles.step, tiles.split, ahead, **flags, num_stages=tiles.stages)

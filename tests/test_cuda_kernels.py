@@ -1,0 +1,160 @@
+"""The Triton kernels against their torch twins: on the GPU where there is one, else under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions and ours are defined, at the imports below
+pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, which is not installed")
+
+from forerun.kernels import AttentionShape, Batch, cuda_products, reference
+from forerun.kernels.cuda import CudaKernels
+from forerun.kernels.cuda_products import Tiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's dot products do not know bfloat16
+EPS = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter_that_numpy_allows():
+    """Triton 3.6's interpreter takes int() of an array of one element for a loop's bounds, an error from numpy 2.4 on."""
+    if DEVICE == "cuda":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+    yield
+    interpreter._patch_lang_tensor = original
+
+
+@pytest.fixture(scope="module")
+def run() -> CudaKernels:
+    return CudaKernels(DEVICE)
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DTYPE).to(DEVICE)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, bound: float = 1e-2) -> None:
+    assert got.shape == want.shape
+    difference = (got.double() - want.double()).norm() / want.double().norm()
+    assert difference < bound, f"differs by {float(difference):.2e}"
+
+
+def wide(function, *given):
+    """The twin in float32 on the same values: what both round from."""
+    return function(*(x.float() if isinstance(x, torch.Tensor) else x for x in given))
+
+
+CUTS = [Tiles(8, 4), Tiles(16, 8), Tiles(16, 4, 64, 2), Tiles(16, 4, 64, 2, 4)]
+
+
+@pytest.mark.parametrize(("tokens", "k"), [(1, 96), (3, 72), (16, 64), (20, 96)])
+@pytest.mark.parametrize("cut", CUTS)
+def test_products(run: CudaKernels, monkeypatch, tokens: int, k: int, cut: Tiles) -> None:
+    monkeypatch.setattr("forerun.kernels.cuda.choose", lambda *shape: cut)
+    x, norm = random(tokens, k, seed=1), random(k, seed=2)
+    weight, bias = random(37, k, seed=3, scale=k**-0.5), random(37, seed=4)
+    residual, both = random(tokens, 37, seed=5), random(2 * 24, k, seed=6, scale=k**-0.5)
+    close(run.norm_linear(x, norm, EPS, weight, bias), wide(reference.norm_linear, x, norm, EPS, weight, bias))
+    close(run.norm_linear(x, norm, EPS, weight, None), wide(reference.norm_linear, x, norm, EPS, weight, None))
+    close(run.linear_add(x, weight, None, residual), wide(reference.linear_add, x, weight, None, residual))
+    close(run.norm_gate_up(x, norm, EPS, both), wide(reference.norm_gate_up, x, norm, EPS, both))
+    logits = run.norm_logits(x, norm, EPS, weight)
+    assert logits.dtype == torch.float32
+    close(logits, wide(reference.norm_logits, x, norm, EPS, weight))
+    assert torch.equal(run.norm_argmax(x, norm, EPS, weight), logits.argmax(-1))
+
+
+def test_an_output_does_not_depend_on_how_many_tokens_there_are(run: CudaKernels) -> None:
+    x, norm, weight = random(16, 96, seed=1), random(96, seed=2), random(40, 96, seed=3)
+    together = run.norm_logits(x, norm, EPS, weight)
+    for count in (1, 9):
+        assert torch.equal(run.norm_logits(x[:count].contiguous(), norm, EPS, weight), together[:count])
+
+
+def test_more_tokens_than_a_tile_take_the_library_product(run: CudaKernels) -> None:
+    x, norm, both = random(70, 64, seed=1), random(64, seed=2), random(96, 64, seed=3, scale=0.1)
+    close(run.norm_gate_up(x, norm, EPS, both), wide(reference.norm_gate_up, x, norm, EPS, both))
+    close(run.linear_add(x, both, None, random(70, 96, seed=4)), wide(reference.linear_add, x, both, None, random(70, 96, seed=4)))
+    logits = run.norm_logits(x, norm, EPS, both)
+    close(logits, wide(reference.norm_logits, x, norm, EPS, both))
+    assert torch.equal(run.norm_argmax(x, norm, EPS, both), logits.argmax(-1))
+
+
+def test_rms_norm_rounds_as_the_twin(run: CudaKernels) -> None:
+    x, norm = random(5, 72, seed=1), random(72, seed=2)
+    got, want = run.rms_norm(x, norm, EPS), reference.rms_norm(x, norm, EPS)
+    assert (got != want).float().mean() < 0.02  # a sum in another order may round one way or the other
+    close(got, want, 1e-3)
+
+
+def test_argmax_takes_the_first_of_equals(run: CudaKernels) -> None:
+    logits = torch.zeros(4, 9000, device=DEVICE)
+    logits[1, 8999] = 1
+    logits[2, [4096, 5000]] = 2
+    logits[3] = -torch.inf
+    logits[3, 17] = -5
+    assert run.argmax(logits).tolist() == [0, 8999, 4096, 17]
+
+
+def paged(rows: list[tuple[int, int]], shape: AttentionShape, block: int, seed: int = 0):
+    """A batch of rows (first position, tokens), with random keys and values at every position of their pages."""
+    generator = torch.Generator().manual_seed(seed)
+    most = max((first + count + block - 1) // block for first, count in rows)
+    pages = 1 + most * len(rows)
+    table = (1 + torch.randperm(pages - 1, generator=generator)).view(len(rows), most).int().to(DEVICE)
+    caches = [random(pages, shape.kv_heads, block, shape.head_dim, seed=seed + i) for i in (1, 2)]
+    positions = torch.cat([torch.arange(first, first + count) for first, count in rows]).to(DEVICE)
+    starts = torch.tensor([0] + [count for _, count in rows]).cumsum(0).int().to(DEVICE)
+    total = len(positions)
+    return Batch(positions * 0, positions, starts, table, torch.arange(total, device=DEVICE)), caches
+
+
+def check_attention(kernels: CudaKernels, rows, shape: AttentionShape, norms: bool, block: int = 8) -> None:
+    batch, (keys, values) = paged(rows, shape, block)
+    heads, kv, dim = shape[:3]
+    angle = torch.outer(torch.arange(512.0), 10 ** -torch.linspace(0, 3, dim // 2)).to(DEVICE)
+    q_norm, k_norm = (random(dim, seed=7), random(dim, seed=8)) if norms else (None, None)
+    qkv = random(len(batch.positions), (heads + 2 * kv) * dim, seed=9)
+    given = (qkv, shape, angle.cos(), angle.sin(), q_norm, k_norm)
+    want_keys, want_values = keys.clone(), values.clone()
+    want = reference.attend(*given, want_keys, want_values, batch)
+    for _ in range(2):  # twice: a launch has to leave its counters as it found them
+        got_keys, got_values = keys.clone(), values.clone()
+        got = kernels.attend(*given, got_keys, got_values, batch)
+        close(got, want)
+        close(got_keys, want_keys, 2e-3)
+        assert torch.equal(got_values, want_values)
+    untouched = (want_keys == keys).all(-1)
+    assert torch.equal(got_keys[untouched], keys[untouched])
+    assert not torch.equal(got_keys, keys)
+
+
+SHAPES = [AttentionShape(6, 2, 16, 0, EPS), AttentionShape(4, 2, 32, 0, EPS), AttentionShape(3, 3, 24, 40, EPS)]
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("context", [100, 512])  # one stretch, several
+def test_decode_attention(run: CudaKernels, width: int, shape: AttentionShape, context: int) -> None:
+    firsts = (0, 1, 63, 64, 90) if context == 100 else (0, 130, 300)
+    check_attention(run.bounded(width, context), [(first, width) for first in firsts], shape, norms=shape.head_dim == 32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prefill_attention_of_ragged_rows(run: CudaKernels, shape: AttentionShape) -> None:
+    check_attention(run, [(0, 70), (37, 1), (60, 20), (0, 1)], shape, norms=shape.head_dim == 32)
