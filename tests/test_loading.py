@@ -585,6 +585,10 @@ def test_ids_of_the_default_model(default: Path) -> None:
     # published with the model: the system message of its chat template
     known = [2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182]
     assert tokenizer.encode("You are a helpful AI assistant named SmolLM, trained by Hugging Face") == known
+    # as transformers reads them from the .gguf itself
+    assert tokenizer.encode("naïve café — “quotes” …") == [3546, 46494, 37366, 1841, 619, 385, 2346, 573, 5548]
+    assert tokenizer.encode("你好，世界")[:8] == [18645, 250, 48392, 138, 12831, 7906, 240, 178]
+    # which does not split digits that are not ASCII, as the model's own tokenizer does
     assert tokenizer.encode("202½") == [i for digit in "202½" for i in tokenizer.encode(digit)]
     messages = [{"role": "user", "content": "What is 2 + 2?"}]
     rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
