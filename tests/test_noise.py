@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from forerun.verify.noise import ACCEPT, CHOOSE, DRAFT, REDRAW, block_noise, child_seed, draw, signed, uniform
+from forerun.verify.noise import ACCEPT, CHOOSE, DRAFT, REDRAW, block_noise, child_seed, draw, draw_row, signed, uniform
 from tests.statistical import PASS, REJECT, chi_square, tally
 
 COUNT = 20_000
@@ -147,6 +147,7 @@ def test_draw_at_the_boundaries() -> None:
     for u, token in ((2.0**-53, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2.0**-53, 4)):
         assert draw(probs, torch.tensor([u], dtype=torch.float64)).item() == token
         assert draw(probs * 0.3, torch.tensor([u], dtype=torch.float64)).item() == token  # need not sum to one
+        assert draw_row(probs[0].numpy(), u) == token
 
 
 MASSES = st.sampled_from([0.0, 1e-30, 1e-7, 0.1, 1.0])
@@ -158,6 +159,19 @@ def test_draw_stays_where_the_mass_is(row: list[float], u: float) -> None:
     token = draw(torch.tensor([row]), torch.tensor([u], dtype=torch.float64)).item()
     assert 0 <= token < len(row)
     assert row[token] > 0 or not any(row)
+    assert not any(row) or draw_row(np.array(row, dtype=np.float32), u) == token
+
+
+@pytest.mark.parametrize("length", [1, 255, 2048, 2049, 2304, 9999])
+@pytest.mark.parametrize("share", [0.001, 0.5, 1.0])
+def test_draw_of_one_row_is_the_same_draw(length: int, share: float) -> None:
+    generator = np.random.default_rng(length)
+    mass = (generator.random(length) * (generator.random(length) < share)).astype(np.float32)
+    mass[generator.integers(length)] = 1
+    us = [2.0**-53, 1 - 2.0**-53, *generator.random(300)]
+    want = draw(torch.tensor(mass).expand(len(us), -1), torch.tensor(us, dtype=torch.float64)).tolist()
+    assert [draw_row(mass, u) for u in us] == want
+    assert mass[want].min() > 0
 
 
 def test_draw_follows_the_distribution() -> None:

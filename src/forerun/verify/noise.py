@@ -7,6 +7,7 @@ Weyl sequence in the position. This module knows nothing of requests or logits.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ DRAFT = 4  # the drafter's token
 _MASK = (1 << 64) - 1
 _STEP, _PURPOSE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_RUN = 256  # tokens that draw_row adds up before it looks at any of them
 _BLOCK_BITS = 32  # a position is below this many bits; the index in a block lies above them
 
 
@@ -82,3 +84,23 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     # 2 at the tokens past the target, 1 at any other possible one: should rounding leave none past it, a possible one wins
     rank = positive.to(torch.uint8) + (positive & (total > target)).to(torch.uint8)
     return rank.argmax(-1)
+
+
+def draw_row(mass: np.ndarray, u: float) -> int:
+    """The same for one row [n] float32 on the host, which must hold some mass: first a run of tokens, then a token of it."""
+    start = 0
+    if len(mass) > 8 * _RUN:
+        total = np.add.reduceat(mass, np.arange(0, len(mass), _RUN), dtype=np.float64).cumsum()
+        target = _below(u * total[-1], total[-1])
+        run = int(total.searchsorted(target, "right"))
+        start, target = run * _RUN, target - (total[run - 1] if run else 0.0)
+        total = mass[start : start + _RUN].cumsum(dtype=np.float64)
+    else:
+        total = mass.cumsum(dtype=np.float64)
+        target = u * total[-1]
+    return start + int(total.searchsorted(_below(target, total[-1]), "right"))
+
+
+def _below(target: float, total: float) -> float:
+    """The target, or the last number below the total if rounding took it there."""
+    return min(target, float(np.nextafter(total, 0)))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.types import Request, SettingError, require
 from forerun.verify import filters
-from forerun.verify.noise import CHOOSE, draw, signed, uniform
+from forerun.verify.noise import CHOOSE, draw, draw_row, signed, uniform
 
 BAN = -100.0  # a logit_bias this low bans the token
 
@@ -276,9 +276,7 @@ class SamplingState:
             if min_p > 0 or top_k > 0 or top_p < 1:
                 kept = np.flatnonzero(row >= filters.threshold(row, temperature, min_p, top_k, top_p))
                 row = row[kept]
-            mass = torch.from_numpy(np.exp((row - top) / np.float32(temperature))).cumsum(0, dtype=torch.float64).numpy()
-            target = min(u[i] * mass[-1], np.nextafter(mass[-1], 0))
-            j = int(np.searchsorted(mass, target, side="right"))
+            j = draw_row(np.exp((row - top) / np.float32(temperature)), u[i])
             choice[i] = j if kept is None else kept[j]
         return torch.from_numpy(choice)
 
