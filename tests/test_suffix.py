@@ -227,6 +227,14 @@ def test_equally_frequent_continuations_fall_to_the_latest() -> None:
     text = [1, 2, 1, 2, 1, 3, 1, 3, 1, 3, 1, 2, 9, 1]
     assert speculate(own_tree(text, 8), None, 4, 1.0, 0.1).tokens == [2]
     assert speculate(own_tree([1, 3, *text[2:10], 9, 1], 8), None, 4, 1.0, 0.1).tokens == [3]
+    text = [1, 2, 7, 20, 1, 2, 8, 21, 1, 2, 8, 22, 1, 2, 7, 23, 1, 3, 24, 1, 2]  # 1 2 is parted by 1 3
+    assert speculate(own_tree(text, 8), None, 4, 1.0, 0.1).tokens == [7, 23]
+    shared = SharedTree(8, 3)
+    for output in ([1, 2], [1, 2], [1, 3]):
+        shared.add(output)
+    assert speculate(own_tree([1], 8), shared, 1, 1.0, 0.1).tokens == [2]
+    shared.add([5, 6])  # 2 now is as frequent as 3
+    assert speculate(own_tree([1], 8), shared, 1, 1.0, 0.1).tokens == [3]
 
 
 def drafter(slots: Slots, cached: int) -> Suffix:

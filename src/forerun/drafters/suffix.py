@@ -324,9 +324,10 @@ def speculate(own: OwnTree, shared: SharedTree | None, k: int, factor: float, mi
         limit = min(k, int(factor * length + 1e-6))
         if limit <= best.score:  # no probability exceeds 1, and shorter matches may draft no more than this
             break
+        room = min(limit, depth - length)
         for texts, places in sources:
-            if length <= len(places):
-                tokens, score = walk(texts, places[length - 1], min(limit, depth - length), min_prob)
+            if length <= len(places) and room > best.score:
+                tokens, score = walk(texts, places[length - 1], room, min_prob)
                 if score > best.score:
                     best = Guess(tokens, length, score)
     return best
