@@ -36,7 +36,8 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 or -1, top_p 1, min_p 0, the penalties' 1, 0, 0 and logit_bias None mean off.
     repetition_penalty looks at prompt and output, presence_penalty and frequency_penalty at the output.
     logit_bias maps a token id to what is added to its logit (-100 .. 100; -100 bans). bad_words are texts that are
-    never produced, banned_token_ids the same as sequences of token ids. min_tokens: no stop token before that many.
+    never produced in the tokens that the tokenizer writes them with, alone or behind a space; banned_token_ids are
+    sequences of token ids that are never produced. min_tokens: no stop token before that many.
     max_tokens None: as many as the context allows. logprobs: how many of the most likely tokens to report beside the
     chosen one, from the model's own distribution (before any of these parameters). prediction: the expected output,
     for the drafter `prediction`.
