@@ -30,7 +30,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_model(here / "target"), tiny_model(here / "drafter", "qwen2", seed=1, **small)
 
 
-def with_drafter(folders: tuple[Path, Path], drafter: Target, k: int = 4, sampled: bool = False, limit: int = 512, **settings: object) -> Engine:
+def with_drafter(
+    folders: tuple[Path, Path], drafter: Target, k: int = 4, sampled: bool = False, limit: int = 512, **settings: object
+) -> Engine:
     target = Target.load(folders[0], "float32")
 
     def make(slots, sampling, kv):  # type: ignore[no-untyped-def]
@@ -122,6 +124,7 @@ def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path]
             assert stats.chi2_contingency(table).pvalue > 1e-3
 
     it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32)
+
     def take_all(target, draft, u_accept, u_redraw):  # type: ignore[no-untyped-def]
         bonus = target.argmax(-1)[:, -1:]
         tokens = torch.cat((draft.tokens, bonus), 1)

@@ -105,7 +105,9 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(3, 200) for _ in range(rng.randint(1, 40))] for _ in range(count)]
 
 
-def speculative(folder: Path, target: Target, answers: dict[str, Answer], k: int, good: Callable[[], int], **settings: object) -> Engine:
+def speculative(
+    folder: Path, target: Target, answers: dict[str, Answer], k: int, good: Callable[[], int], **settings: object
+) -> Engine:
     known = {name: answer.ids for name, answer in answers.items()}
     config = {"speculation": Speculation("ngram", k), **settings}
     return engine(folder, target, lambda slots, sampling, kv: Scripted(slots, known, good), **config)
@@ -190,7 +192,9 @@ class Dictated:
 
 
 @pytest.mark.parametrize("max_tokens,expected,reason", [(5, [10, 11, 2], "stop"), (2, [10, 11], "length")])
-def test_a_stop_ends_the_block_where_it_falls(folder: Path, target: Target, max_tokens: int, expected: list[int], reason: str) -> None:
+def test_a_stop_ends_the_block_where_it_falls(
+    folder: Path, target: Target, max_tokens: int, expected: list[int], reason: str
+) -> None:
     """The block [10, 11, STOP, 20, 21, 22], a row without drafts beside it."""
     script = [9, 10, 11, 2, 20, 21, 22, 23]
     dictated = Dictated(target, script, 3)
@@ -239,7 +243,8 @@ def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(folder: Path, 
     rng = random.Random(k)
     shapes = list(PARAMS.values())
     requests = [
-        request(str(i), p, **{**rng.choice(shapes), "max_tokens": rng.randint(12, 30), "seed": i}) for i, p in enumerate(prompts(18, 3))
+        request(str(i), p, **{**rng.choice(shapes), "max_tokens": rng.randint(12, 30), "seed": i})
+        for i, p in enumerate(prompts(18, 3))
     ]
     solo = {}
     for one in requests:
@@ -277,7 +282,9 @@ def test_a_rejected_draft_never_enters_the_prefix_cache(folder: Path, target: Ta
     asked = request("a", [5] * 8, max_tokens=30, stop_ids=())
     plain = run(engine(folder, target, block_size=8), [asked])
     wrong = {"a": [77] * 60}
-    it = engine(folder, target, lambda slots, *_: Scripted(slots, wrong, lambda: 99), speculation=Speculation("ngram", 20), block_size=8)
+    it = engine(
+        folder, target, lambda slots, *_: Scripted(slots, wrong, lambda: 99), speculation=Speculation("ngram", 20), block_size=8
+    )
     assert run(it, [asked])["a"].ids == plain["a"].ids
     assert len(it.scheduler.pages.match([5] * 8 + [77] * 40).pages) == 1  # the prompt's page and no other
 

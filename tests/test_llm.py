@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ def llm(loaded, speculative_config=None, **settings) -> LLM:  # type: ignore[no-
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
 def test_drafters_change_no_token(loaded, method: str) -> None:  # type: ignore[no-untyped-def]
     texts = ["the thing in the thing in the thing", "on and on and on", "one"]
-    config = {"method": method, "num_speculative_tokens": 4} | ({} if method == "suffix" else {"prompt_lookup_min": 1, "prompt_lookup_max": 3})
+    config = {"method": method, "num_speculative_tokens": 4} | (
+        {} if method == "suffix" else {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    )
     plain, drafting = llm(loaded), llm(loaded, config)
     for params in (GREEDY, SamplingParams(temperature=0.3, max_tokens=40, seed=1, repetition_penalty=1.1)):
         expected, got = plain.generate(texts, params), drafting.generate(texts, params)
@@ -85,7 +88,7 @@ def test_bad_words_never_appear(loaded) -> None:  # type: ignore[no-untyped-def]
     it = llm(loaded)
     free = it.generate("the thing", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))[0].token_ids
     common = max((i for i in free if 3 <= i < 259), key=free.count)
-    pair = next((a, b) for a, b in zip(free, free[1:], strict=False) if common not in (a, b) and 3 <= a < 259 and 3 <= b < 259)
+    pair = next((a, b) for a, b in itertools.pairwise(free) if common not in (a, b) and 3 <= a < 259 and 3 <= b < 259)
     words = tuple(w for ids in ((common,), pair) if it.tokenizer.encode(w := it.tokenizer.decode(ids)) == list(ids))
     assert words
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, bad_words=words)

@@ -66,18 +66,41 @@ class Speculation:
         require(factor > 0, "suffix_decoding_max_spec_factor", factor, "give more than 0, for instance 1.0")
         floor = self.suffix_decoding_min_token_prob
         require(0 <= floor <= 1, "suffix_decoding_min_token_prob", floor, "give 0 to 1, for instance 0.1")
-        require(self.method != "draft_model" or bool(self.model), "model", self.model, "method draft_model needs the drafter's path or id")
-        require(self.draft_sample_method in ("greedy", "probabilistic"), "draft_sample_method", self.draft_sample_method, "give greedy or probabilistic")
-        require(self.rejection_sample_method in ("standard", "block"), "rejection_sample_method", self.rejection_sample_method, "give standard or block")
+        require(
+            self.method != "draft_model" or bool(self.model),
+            "model",
+            self.model,
+            "method draft_model needs the drafter's path or id",
+        )
+        require(
+            self.draft_sample_method in ("greedy", "probabilistic"),
+            "draft_sample_method",
+            self.draft_sample_method,
+            "give greedy or probabilistic",
+        )
+        require(
+            self.rejection_sample_method in ("standard", "block"),
+            "rejection_sample_method",
+            self.rejection_sample_method,
+            "give standard or block",
+        )
 
         schedule = self.num_speculative_tokens_per_batch_size
         if schedule is not None:
-            remedy = f"give [[low, high, k], ...] with 1 <= low <= high and 0 <= k <= num_speculative_tokens ({k}), for instance [[1, 8, {k}], [9, 64, 0]]"
+            remedy = (
+                f"give [[low, high, k], ...] with 1 <= low <= high and 0 <= k <= num_speculative_tokens ({k}), "
+                f"for instance [[1, 8, {k}], [9, 64, 0]]"
+            )
             try:
                 schedule = tuple((int(low), int(high), int(width)) for low, high, width in schedule)
             except (TypeError, ValueError):
                 raise SettingError("num_speculative_tokens_per_batch_size", schedule, remedy) from None
-            require(all(1 <= low <= high and 0 <= width <= k for low, high, width in schedule), "num_speculative_tokens_per_batch_size", schedule, remedy)
+            require(
+                all(1 <= low <= high and 0 <= width <= k for low, high, width in schedule),
+                "num_speculative_tokens_per_batch_size",
+                schedule,
+                remedy,
+            )
             object.__setattr__(self, "num_speculative_tokens_per_batch_size", schedule)
 
     # which settings each method reads; a setting given to a method that does not read it is an error, not ignored
@@ -90,7 +113,10 @@ class Speculation:
             "draft_model": {"model", "max_model_len", "draft_sample_method"},
             "prediction": set(),
         }
-        return frozenset({"method", "num_speculative_tokens", "rejection_sample_method", "num_speculative_tokens_per_batch_size"} | own[method])
+        return frozenset(
+            {"method", "num_speculative_tokens", "rejection_sample_method", "num_speculative_tokens_per_batch_size"}
+            | own[method]
+        )
 
     @classmethod
     def parse(cls, value: Speculation | Mapping[str, Any] | str | None) -> Speculation | None:
@@ -107,13 +133,27 @@ class Speculation:
                 try:
                     value = json.loads(text)
                 except json.JSONDecodeError as error:
-                    raise SettingError("speculative_config", text, f"not JSON ({error}); for instance {{\"method\": \"ngram\", \"num_speculative_tokens\": 4}}") from None
-        require(isinstance(value, Mapping), "speculative_config", value, 'give a mapping such as {"method": "ngram", "num_speculative_tokens": 4}')
+                    raise SettingError(
+                        "speculative_config",
+                        text,
+                        f'not JSON ({error}); for instance {{"method": "ngram", "num_speculative_tokens": 4}}',
+                    ) from None
+        require(
+            isinstance(value, Mapping),
+            "speculative_config",
+            value,
+            'give a mapping such as {"method": "ngram", "num_speculative_tokens": 4}',
+        )
         given = dict(value)  # type: ignore[arg-type]
         known = [f.name for f in dataclasses.fields(cls)]
         for key in given:
             close = difflib.get_close_matches(key, known, 1)
-            require(key in known, key, given[key], f"unknown key; did you mean {close[0]}?" if close else f"unknown key; known are {', '.join(known)}")
+            require(
+                key in known,
+                key,
+                given[key],
+                f"unknown key; did you mean {close[0]}?" if close else f"unknown key; known are {', '.join(known)}",
+            )
         method = given.get("method")
         require(method in METHODS, "method", method, f"give one of {', '.join(METHODS)}")
         for key in given:
@@ -152,14 +192,31 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.max_num_batched_tokens >= self.max_num_seqs, "max_num_batched_tokens", self.max_num_batched_tokens,
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
             f"give at least max_num_seqs ({self.max_num_seqs}): every sequence gets a token in each step",
         )
-        require(self.dtype in ("auto", "float32", "bfloat16", "float16"), "dtype", self.dtype, "give auto, float32, bfloat16 or float16")
+        require(
+            self.dtype in ("auto", "float32", "bfloat16", "float16"),
+            "dtype",
+            self.dtype,
+            "give auto, float32, bfloat16 or float16",
+        )
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "give auto, cpu or cuda")
         require(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "give 2 or more")
         require(1 <= self.max_num_seqs <= 1024, "max_num_seqs", self.max_num_seqs, "give 1 to 1024")
         require(self.block_size in (8, 16, 32, 64, 128), "block_size", self.block_size, "give 8, 16, 32, 64 or 128")
         k = self.speculation.num_speculative_tokens if self.speculation else 0
-        require(self.max_num_batched_tokens >= k + 1, "max_num_batched_tokens", self.max_num_batched_tokens, f"give at least num_speculative_tokens + 1 ({k + 1})")
-        require(self.kv_cache_tokens is None or self.kv_cache_tokens >= self.block_size, "kv_cache_tokens", self.kv_cache_tokens, f"give at least one page ({self.block_size})")
+        require(
+            self.max_num_batched_tokens >= k + 1,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"give at least num_speculative_tokens + 1 ({k + 1})",
+        )
+        require(
+            self.kv_cache_tokens is None or self.kv_cache_tokens >= self.block_size,
+            "kv_cache_tokens",
+            self.kv_cache_tokens,
+            f"give at least one page ({self.block_size})",
+        )

@@ -127,8 +127,16 @@ class LLM:
         with LLM.load. speculative_config: vLLM's keys, as a mapping or its JSON; None decodes without drafts. The other
         settings are EngineConfig's. Raises SettingError, and LoadError for weights that do not fit."""
         config = EngineConfig(
-            dtype, device, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, kv_cache_tokens,
-            enable_prefix_caching, seed, Speculation.parse(speculative_config),
+            dtype,
+            device,
+            max_model_len,
+            max_num_seqs,
+            max_num_batched_tokens,
+            block_size,
+            kv_cache_tokens,
+            enable_prefix_caching,
+            seed,
+            Speculation.parse(speculative_config),
         )
         loaded = model if isinstance(model, LoadedModel) else LLM.load(model, dtype, device)
         self.model, self.tokenizer = loaded, loaded.tokenizer
@@ -137,13 +145,20 @@ class LLM:
         if speculation is not None and speculation.model is not None:
             drafter = LLM.load(speculation.model, dtype, device)
             same = drafter.tokenizer.inner.get_vocab() == self.tokenizer.inner.get_vocab()
-            require(same, "model", speculation.model, f"its vocabulary is not the target's ({loaded.name}); give a drafter of the same family")
+            require(
+                same,
+                "model",
+                speculation.model,
+                f"its vocabulary is not the target's ({loaded.name}); give a drafter of the same family",
+            )
             drafter_model = drafter.target
 
         def make_drafter(slots: Any, sampling: Any, kv: Any) -> Any:
             if speculation is None:
                 return None
-            return TABLE[speculation.method](speculation, Surroundings(slots, sampling, kv, config, self.tokenizer.size, drafter_model))
+            return TABLE[speculation.method](
+                speculation, Surroundings(slots, sampling, kv, config, self.tokenizer.size, drafter_model)
+            )
 
         self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(self.tokenizer))
         self._numbers = itertools.count()
@@ -243,7 +258,12 @@ class LLM:
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
-        require(len(params) == count, "params", f"{len(params)} of them", f"give one for all, or one for each of the {count} prompts")
+        require(
+            len(params) == count,
+            "params",
+            f"{len(params)} of them",
+            f"give one for all, or one for each of the {count} prompts",
+        )
         return list(params)
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
@@ -256,7 +276,11 @@ class LLM:
         left = engine.max_model_len - len(prompt)
         speculation = engine.config.speculation
         if params.prediction is not None and (speculation is None or speculation.method != "prediction"):
-            raise SettingError("prediction", params.prediction[:20], 'this engine does not use it; start it with speculative_config "prediction"')
+            raise SettingError(
+                "prediction",
+                params.prediction[:20],
+                'this engine does not use it; start it with speculative_config "prediction"',
+            )
         banned = params.banned_token_ids + tuple(ids for word in params.bad_words for ids in self._spellings(word))
         stop = params.stop_token_ids + (() if params.ignore_eos else tuple(self.model.target.config.eos_ids))
         prediction = tuple(tokenizer.encode(params.prediction, add_special_tokens=False)) if params.prediction else ()
@@ -264,9 +288,14 @@ class LLM:
         seed = child_seed(engine.config.seed, number) if params.seed is None else params.seed
         return [
             Request(
-                id=f"{number}.{i}", prompt_ids=prompt, params=params,
+                id=f"{number}.{i}",
+                prompt_ids=prompt,
+                params=params,
                 max_tokens=max(left, 0) if params.max_tokens is None else params.max_tokens,
-                seed=seed if params.n == 1 else child_seed(seed, i), stop_ids=tuple(dict.fromkeys(stop)), banned=banned, prediction=prediction,
+                seed=seed if params.n == 1 else child_seed(seed, i),
+                stop_ids=tuple(dict.fromkeys(stop)),
+                banned=banned,
+                prediction=prediction,
             )
             for i in range(params.n)
         ]

@@ -80,16 +80,33 @@ class SamplingParams:
         require(self.top_k >= -1, "top_k", self.top_k, "give 1 or more, or 0 for no limit")
         require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "give more than 0 and at most 1, for instance 0.9")
         require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "give 0 to 1, for instance 0.05")
-        require(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", self.repetition_penalty, "give more than 0, for instance 1.1")
+        require(
+            0.0 < self.repetition_penalty <= 100.0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "give more than 0, for instance 1.1",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             require(-2.0 <= getattr(self, name) <= 2.0, name, getattr(self, name), "give -2 to 2, for instance 0.5")
         for bias in (self.logit_bias or {}).values():
             require(-100.0 <= bias <= 100.0, "logit_bias", bias, "give -100 (banned) to 100")
         require(all(self.banned_token_ids), "banned_token_ids", self.banned_token_ids, "give sequences of at least one id")
-        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "give 1 or more, or None for what the context allows")
+        require(
+            self.max_tokens is None or self.max_tokens >= 1,
+            "max_tokens",
+            self.max_tokens,
+            "give 1 or more, or None for what the context allows",
+        )
         require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "give 0 or more")
-        require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"give at most max_tokens ({self.max_tokens})")
-        require(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", self.logprobs, "give 0 to 100, or None for none")
+        require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self.min_tokens,
+            f"give at most max_tokens ({self.max_tokens})",
+        )
+        require(
+            self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", self.logprobs, "give 0 to 100, or None for none"
+        )
 
     @property
     def greedy(self) -> bool:
@@ -153,4 +170,4 @@ class Verdict(NamedTuple):
     """
 
     tokens: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]

@@ -21,7 +21,15 @@ from forerun.verify.sampling import SamplingState
 
 class DraftModel:
     def __init__(
-        self, model: Target, kv: KVCache, slots: Slots, sampling: SamplingState, vocab: int, limit: int, budget: int, sampled: bool
+        self,
+        model: Target,
+        kv: KVCache,
+        slots: Slots,
+        sampling: SamplingState,
+        vocab: int,
+        limit: int,
+        budget: int,
+        sampled: bool,
     ) -> None:
         """kv: as many pages as the target's; vocab: ids from here on are never drafted; limit: the drafter's context;
         budget: tokens of one of its forward passes; sampled: draw the drafts and say from what."""

@@ -20,7 +20,9 @@ class Surroundings:
     """What a drafter can be built on: the engine's state, and for draft_model the drafter's weights.
     vocab: the ids that the tokenizer has."""
 
-    def __init__(self, slots: Slots, sampling: SamplingState, kv: KVCache, config: EngineConfig, vocab: int, model: Target | None) -> None:
+    def __init__(
+        self, slots: Slots, sampling: SamplingState, kv: KVCache, config: EngineConfig, vocab: int, model: Target | None
+    ) -> None:
         self.slots, self.sampling, self.kv, self.config, self.vocab, self.model = slots, sampling, kv, config, vocab, model
 
 

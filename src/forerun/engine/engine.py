@@ -14,7 +14,7 @@ from forerun.config import EngineConfig
 from forerun.drafters import Drafter
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Policy
-from forerun.engine.scheduler import PlanRow, Scheduler, Sequence
+from forerun.engine.scheduler import Scheduler, Sequence
 from forerun.engine.slots import Slots
 from forerun.engine.stats import DraftStats
 from forerun.engine.step import Committed, Step
@@ -66,7 +66,9 @@ class Engine:
         tokens = config.kv_cache_tokens or self._default_kv_tokens(target)
         pages = Pages(tokens // config.block_size, config.block_size, config.enable_prefix_caching)
 
-        self.slots = Slots(config.max_num_seqs, self.max_model_len + width + 1, pages.needed(self.max_model_len + width), device)
+        self.slots = Slots(
+            config.max_num_seqs, self.max_model_len + width + 1, pages.needed(self.max_model_len + width), device
+        )
         self.sampling = SamplingState(self.slots.tokens, self.slots.length, model.vocab_size)
         self.kv = target.kv_cache(pages.count + 1, config.block_size)
         self.drafter = make_drafter(self.slots, self.sampling, self.kv)
@@ -93,10 +95,16 @@ class Engine:
         """What is in force, every default filled in."""
         c = self.config
         return {
-            "dtype": str(self.kv.keys[0].dtype).removeprefix("torch."), "device": str(self.slots.length.device),
-            "max_model_len": self.max_model_len, "max_num_seqs": c.max_num_seqs,
-            "max_num_batched_tokens": c.max_num_batched_tokens, "block_size": c.block_size, "kv_cache_tokens": self.kv_tokens,
-            "enable_prefix_caching": c.enable_prefix_caching, "seed": c.seed, "threads": torch.get_num_threads(),
+            "dtype": str(self.kv.keys[0].dtype).removeprefix("torch."),
+            "device": str(self.slots.length.device),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": c.max_num_seqs,
+            "max_num_batched_tokens": c.max_num_batched_tokens,
+            "block_size": c.block_size,
+            "kv_cache_tokens": self.kv_tokens,
+            "enable_prefix_caching": c.enable_prefix_caching,
+            "seed": c.seed,
+            "threads": torch.get_num_threads(),
             "speculative_config": c.speculation.effective() if c.speculation else None,
         }
 
@@ -104,13 +112,28 @@ class Engine:
         """Queue a request; returns its sequence, to be read as it runs. Raises SettingError if it can never run here."""
         prompt, limit = len(request.prompt_ids), self.max_model_len
         require(request.id not in self._live, "request id", request.id, "it is in use; give another")
-        require(prompt < limit, "prompt", f"{prompt} tokens", f"the context is {limit} tokens and one must be left to answer; shorten it or raise max_model_len")
+        require(
+            prompt < limit,
+            "prompt",
+            f"{prompt} tokens",
+            f"the context is {limit} tokens and one must be left to answer; shorten it or raise max_model_len",
+        )
         bad = [i for i in request.prompt_ids if not 0 <= i < self._vocab]
         require(not bad, "prompt", bad[:3], f"token ids run from 0 to {self._vocab - 1}")
         check_request(request, self._vocab)
         most = prompt + request.max_tokens
-        require(most <= limit, "max_tokens", request.max_tokens, f"with the prompt's {prompt} tokens the context of {limit} leaves {limit - prompt}")
-        require(most <= self.kv_tokens, "max_tokens", request.max_tokens, f"prompt and answer are {most} tokens and the KV cache holds {self.kv_tokens}; raise kv_cache_tokens")
+        require(
+            most <= limit,
+            "max_tokens",
+            request.max_tokens,
+            f"with the prompt's {prompt} tokens the context of {limit} leaves {limit - prompt}",
+        )
+        require(
+            most <= self.kv_tokens,
+            "max_tokens",
+            request.max_tokens,
+            f"prompt and answer are {most} tokens and the KV cache holds {self.kv_tokens}; raise kv_cache_tokens",
+        )
         sequence = self._live[request.id] = self.scheduler.add(request)
         params = request.params
         self._texts[request.id] = TextStream(self._detokenizer(), params.stop, params.include_stop_str_in_output)

@@ -60,4 +60,6 @@ class DraftStats:
     def conditional(self) -> list[float | None]:
         """For each position the share accepted of those drafted there whose predecessors were all accepted."""
         before = [self.drafted_at[0], *self.accepted_at] if self.drafted_at else []
-        return [a / min(b, d) if min(b, d) else None for a, b, d in zip(self.accepted_at, before, self.drafted_at, strict=False)]
+        return [
+            a / min(b, d) if min(b, d) else None for a, b, d in zip(self.accepted_at, before, self.drafted_at, strict=False)
+        ]

@@ -151,7 +151,9 @@ class Step:
                 chosen, ids, values = logprobs(logits[at : at + count[i]], verdict.tokens[i, : count[i]], top)
                 noted = [
                     Logprob(token, value, tuple(zip(top_ids, top_values, strict=True)))
-                    for token, value, top_ids, top_values in zip(tokens, chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
+                    for token, value, top_ids, top_values in zip(
+                        tokens, chosen.tolist(), ids.tolist(), values.tolist(), strict=True
+                    )
                 ]
             committed.append(Committed(row, tokens, size[i], noted))
             at += size[i] + 1

@@ -4,6 +4,8 @@ attention gathers its pages and calls torch's scaled_dot_product_attention; noth
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,8 +44,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(
-    qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
-    key_pages: Tensor, value_pages: Tensor, batch: Batch,
+    qkv: Tensor,
+    shape: AttentionShape,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    batch: Batch,
 ) -> Tensor:
     heads, kv_heads, dim, window, eps = shape
     total, block = qkv.shape[0], key_pages.shape[2]
@@ -55,7 +64,7 @@ def attend(
 
     out = torch.empty(total, heads, dim, dtype=qkv.dtype, device=qkv.device)
     starts = batch.row_start.tolist()
-    for row, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
         positions = batch.positions[begin:end]
         page = batch.block_table[row, positions // block].long()
         key_pages[page, :, positions % block] = k[begin:end]
