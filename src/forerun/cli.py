@@ -419,9 +419,9 @@ def models(
             )
             return
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        table = Table("model", "size", "folder")
+        table = Table("model", "size", Column("folder", overflow="fold"))
         for m in known:
             here = m.folder is not None
             table.add_row(

@@ -1,0 +1,481 @@
+"""The instrument against an engine that follows a script: with known step times, drafts and answers every figure must equal
+what the script says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console
+
+from forerun.bench import arms, embedded, record, report, summary, workloads
+from forerun.bench.arms import BASELINE, CONTROL, Arm
+from forerun.bench.record import Answer, Batch, Record
+from forerun.engine.stats import DraftStats
+from forerun.types import Logprob, SamplingParams, SettingError
+
+
+class Timing(NamedTuple):
+    queued_s: float
+    ttft_s: float
+    e2e_s: float
+
+
+class Completion(NamedTuple):
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[Logprob, ...] | None
+    stats: DraftStats
+    timing: Timing
+
+
+class Output(NamedTuple):
+    prompt_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+
+
+class Stats(NamedTuple):
+    steps: int = 0
+    draft_s: float = 0.0
+    forward_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+    cached_tokens: int = 0
+
+
+class Tokenizer:
+    size, special_ids = 1000, frozenset({0, 1, 2})
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Script(NamedTuple):
+    """What an arm does: seconds to the first token and of each step after it, and how many tokens each step drafts and gets
+    accepted, in turn. noise: of the step time, relative. change: makes the answer another. cached: prompt tokens found."""
+
+    first_s: float = 0.1
+    step_s: float = 0.01
+    drafted: tuple[int, ...] = (0,)
+    accepted: tuple[int, ...] = (0,)
+    noise: float = 0.0
+    change: Callable[[list[int]], list[int]] = list
+    cached: int = 0
+    reason: str = "length"
+
+
+class FakeLLM:
+    """Takes the place of forerun.llm.LLM. Answers depend on the prompt alone; time is the clock's, moved by the script."""
+
+    def __init__(self, arm: Arm, script: Script, clock: Clock, log: list[tuple[str, Any, SamplingParams]]) -> None:
+        self.arm, self.script, self.clock, self.log = arm, script, clock, log
+        self.tokenizer, self.stats = Tokenizer(), Stats()
+        self.cleared = False
+        self.draw = random.Random(arm.name)
+
+    def settings(self) -> dict[str, Any]:
+        return {"dtype": "float32", "max_model_len": 512, "speculative_config": self.arm.speculation is not None}
+
+    def clear_prefix_cache(self) -> None:
+        self.cleared = True
+
+    def reset_stats(self) -> None:
+        self.stats = Stats()
+
+    def chat(self, conversations: Sequence[Any], params: list[SamplingParams]) -> list[Output]:
+        return self._answer([c[0]["content"] for c in conversations], params)
+
+    def generate(self, prompts: Sequence[Any], params: list[SamplingParams]) -> list[Output]:
+        return self._answer(list(prompts), params)
+
+    def _answer(self, prompts: list[Any], params: list[SamplingParams]) -> list[Output]:
+        assert self.cleared or params[0].logprobs, "a batch was sent to a warm prefix cache"
+        self.cleared = False
+        begin, outputs, end, steps = self.clock.now, [], self.clock.now, 0
+        for prompt, p in zip(prompts, params, strict=True):
+            self.log.append((self.arm.name, prompt, p))
+            stats, made, at = DraftStats(), 1, begin + self.script.first_s
+            while made < (p.max_tokens or 0):
+                turn = stats.steps % len(self.script.drafted)
+                accepted = min(self.script.accepted[turn], (p.max_tokens or 0) - made)
+                stats.count(self.script.drafted[turn], accepted)
+                made = min(made + accepted + 1, p.max_tokens or 0)
+                at += self.script.step_s * (1 + self.script.noise * self.draw.gauss(0, 1))
+            ids = self.script.change(random.Random(str(prompt)).choices(range(10, 1000), k=made))
+            top = tuple(Logprob(i, -0.5, ((i, -0.5), (9, -0.75))) for i in ids) if p.logprobs else None
+            timing = Timing(0.0, self.script.first_s, at - begin)
+            done = Completion("text", tuple(ids), self.script.reason, top, stats, timing)
+            outputs.append(Output(tuple(range(len(prompt))), (done,)))
+            end, steps = max(end, at), steps + stats.steps
+        self.clock.now = end
+        self.stats = Stats(
+            steps, 0.1 * (end - begin), 0.6 * (end - begin), 0.2 * (end - begin), 0.1 * (end - begin), self.script.cached
+        )
+        return outputs
+
+
+class Quiet:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, int, bool]] = []
+        self.ended_count = 0
+        self.stop_at = -1
+
+    def began(self, task: str, arm: str, repetition: int, warmup: bool) -> None:
+        if len(self.seen) == self.stop_at:
+            raise KeyboardInterrupt
+        self.seen.append((task, arm, repetition, warmup))
+
+    def ended(self, batch: Batch) -> None:
+        self.ended_count += 1
+
+
+NGRAM = arms.parse(("ngram",))[0]
+FAST = Script(step_s=0.0125, drafted=(4, 4, 0, 2), accepted=(4, 1, 0, 0))  # 9 tokens in 4 steps
+
+
+class Run(NamedTuple):
+    record: Record
+    log: list[tuple[str, Any, SamplingParams]]
+    watcher: Quiet
+    built: list[str]
+
+
+def run(scripts: dict[str, Script], stop_at: int = -1, **plan: Any) -> Run:
+    """A run of the scripts, by arm; the baseline's is the default one if not given."""
+    names = [n for n in scripts if n not in (BASELINE, CONTROL)]
+    given = {"tasks": ("return-code",), "repetitions": 5, "max_tokens": 73} | plan
+    candidates = tuple(
+        Arm(name, dataclasses.replace(NGRAM.speculation, num_speculative_tokens=i + 2)) for i, name in enumerate(names)
+    )  # type: ignore[type-var]
+    clock, log, watcher, built = Clock(), [], Quiet(), []
+    watcher.stop_at = stop_at
+
+    def build(arm: Arm) -> Any:
+        built.append(arm.name)
+        return FakeLLM(arm, scripts.get(arm.name, Script()), clock, log)
+
+    made = embedded.measure(embedded.Plan(candidates=candidates, **given), "fake", build, watcher, clock)
+    return Run(made, log, watcher, built)
+
+
+def cell(made: Record, arm: str, task: str = "return-code") -> summary.Cell:
+    (found,) = [c for c in summary.cells(made) if c.arm == arm and c.task == task]
+    return found
+
+
+# figures
+
+
+def test_every_figure_equals_the_script() -> None:
+    """73 tokens: the baseline takes .1 s and 72 steps of 10 ms, .82 s; the arm .1 s and 72 / 9 * 4 = 32 steps of 12.5 ms,
+    .5 s."""
+    made = run({"fast": FAST}).record
+    base, fast = cell(made, BASELINE), cell(made, "fast")
+    assert base.tokens_per_s == pytest.approx(73 / 0.82) and fast.tokens_per_s == pytest.approx(73 / 0.5)
+    assert base.step_s == pytest.approx(0.010) and fast.step_s == pytest.approx(0.0125)
+    assert base.ttft_s == pytest.approx(0.1) and fast.e2e_s == pytest.approx(0.5)
+    assert fast.speedup is not None and fast.speedup.mean == pytest.approx(0.82 / 0.5) and fast.speedup.pairs == 5
+    assert fast.verdict == "faster" and base.verdict is None and base.speedup is None
+    assert fast.needed == pytest.approx(1.25) and fast.got == pytest.approx(72 / 32) and base.got == 1.0
+    # each four steps: 4, 4, 0, 2 drafted, 4, 1, 0, 0 accepted
+    assert fast.counts.acceptance_rate == pytest.approx(5 / 10)
+    assert fast.counts.joint == pytest.approx([2 / 4, 1 / 4, 1 / 4, 1 / 4])
+    assert fast.counts.drafting_steps / fast.counts.steps == pytest.approx(3 / 4)
+    assert fast.identical == (5, 5) and fast.failures == 0 and fast.requests == 5
+    assert (
+        fast.draft_share == pytest.approx(0.1)
+        and fast.forward_share == pytest.approx(0.6)
+        and fast.verify_share == pytest.approx(0.2)
+    )
+
+
+def test_a_batch_of_several_requests_counts_their_tokens_over_its_own_time() -> None:
+    made = run({"fast": FAST}, concurrency=4, repetitions=4).record
+    fast = cell(made, "fast")
+    assert fast.tokens_per_s == pytest.approx(4 * 73 / 0.5) and fast.requests == 16
+    assert fast.step_s == pytest.approx(0.0125), "a step's time is what one request sees of it"
+    assert fast.speedup is not None and fast.speedup.pairs == 4
+
+
+def test_nothing_drafted_is_no_rate_rather_than_zero() -> None:
+    made = run({"idle": Script()}).record
+    idle = cell(made, "idle")
+    assert idle.counts.acceptance_rate is None
+    shown = dict(zip(report.HEADER, report.row(idle), strict=True))
+    assert shown["accepted"] == "–" and shown["by position"] == "–" and shown["steps drafted"] == "–"
+    assert shown["tokens/step"] == "1.00" and idle.verdict == "no difference"
+    assert "never had a draft" in str(report.sentence(idle, made))
+
+
+def test_drafted_and_never_accepted_is_a_rate_of_zero() -> None:
+    wrong = cell(run({"wrong": Script(step_s=0.012, drafted=(4,), accepted=(0,))}).record, "wrong")
+    assert wrong.counts.acceptance_rate == 0.0 and wrong.got == 1.0 and wrong.verdict == "slower"
+    assert dict(zip(report.HEADER, report.row(wrong), strict=True))["accepted"] == "0 %"
+
+
+# verdicts
+
+
+def test_slower_identical_and_short_runs() -> None:
+    scripts = {BASELINE: Script(noise=0.02), "slow": Script(step_s=0.0106, noise=0.02), "same": Script(noise=0.02)}
+    made = run(scripts, repetitions=10).record
+    assert cell(made, "slow").verdict == "slower" and cell(made, "same").verdict == "no difference"
+    short = run({"fast": FAST}, repetitions=3).record
+    assert cell(short, "fast").verdict == "not enough data"
+    said = str(report.sentence(cell(short, "fast"), short))
+    assert "not enough data" in said and "--repetitions 4" in said
+
+
+def test_a_difference_inside_that_of_the_baseline_from_itself_is_none() -> None:
+    scripts = {BASELINE: Script(), "arm": Script(step_s=0.0098)}
+    made = run(scripts, control=True).record
+    assert cell(made, "arm").verdict == "faster" and summary.margin(made, "return-code") == 0.01
+
+    def drifting(batch: Batch) -> Batch:
+        return dataclasses.replace(batch, wall_s=batch.wall_s * 1.04) if batch.arm == CONTROL else batch
+
+    unsteady = dataclasses.replace(made, batches=tuple(drifting(b) for b in made.batches))
+    assert summary.margin(unsteady, "return-code") == pytest.approx(0.04)
+    assert cell(unsteady, "arm").verdict == "no difference"
+    assert any("baseline against itself" in w for w in report.warnings(unsteady))
+
+
+# what is sent
+
+
+def test_arms_alternate_and_share_their_prompts() -> None:
+    made = run({"one": FAST, "two": FAST}, tasks=("copy", "explain"), repetitions=4)
+    order = [arm for task, arm, repetition, _ in made.watcher.seen if task == "copy"]
+    forward = [BASELINE, "one", "two"]
+    assert order == [*forward[::-1], *forward, *forward[::-1], *forward, *forward[::-1]]
+    assert [s[3] for s in made.watcher.seen[:6]] == [True] * 3 + [False] * 3, "the first round is the warm-up"
+    assert made.watcher.ended_count == len(made.watcher.seen) == len(made.record.batches) == 2 * 3 * 5
+    sent = [[(p, q) for a, p, q in made.log if a == arm] for arm in forward]
+    assert sorted(map(str, sent[0])) == sorted(map(str, sent[1])) == sorted(map(str, sent[2]))
+    prompts = [str(p) for p, _ in sent[0]]
+    assert len(set(prompts)) == len(prompts) == 10, "no prompt is sent twice to an arm"
+    assert made.built == forward * 2, "each task has engines of its own, so that no drafter remembers another task"
+
+
+def test_warmups_are_short_and_not_counted() -> None:
+    made = run({"fast": FAST}, warmups=2, repetitions=4)
+    warm = [b for b in made.record.batches if b.warmup]
+    assert len(warm) == 4 and all(len(a.token_ids) == 32 for b in warm for a in b.answers)
+    assert cell(made.record, "fast").batches == 4
+    huge = tuple(dataclasses.replace(b, wall_s=1e6) if b.warmup else b for b in made.record.batches)
+    assert cell(dataclasses.replace(made.record, batches=huge), "fast") == cell(made.record, "fast")
+
+
+def test_what_each_task_asks_for() -> None:
+    made = run({"arm": FAST}, tasks=tuple(workloads.TASKS), repetitions=1)
+    by_task: dict[str, list[tuple[Any, SamplingParams]]] = {}
+    sent = iter([entry for entry in made.log if not entry[2].logprobs])
+    for task, *_ in made.watcher.seen:
+        _, prompt, p = next(sent)
+        by_task.setdefault(task, []).append((prompt, p))
+    for task, all_sent in by_task.items():
+        fixed = task in ("copy", "words", "random")
+        assert {p.ignore_eos for _, p in all_sent} == {fixed}
+        assert {p.temperature for _, p in all_sent} == {1.0 if task == "random" else 0.0}
+    assert all(isinstance(p, list) and len(p) == 200 and not set(p) & Tokenizer.special_ids for p, _ in by_task["random"])
+    seeds = [q.seed for p, q in by_task["random"]]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3], "the same seed in every arm, another for each prompt"
+    assert cell(made.record, "arm", "random").identical is None, "sampled answers are not compared"
+    assert any("random ids" in w for w in report.warnings(made.record))
+
+
+def test_the_prediction_drafter_is_given_what_a_user_would_expect() -> None:
+    clock, log = Clock(), []
+    plan = embedded.Plan(("edit-code", "explain"), arms.parse(("prediction",)), repetitions=1)
+    embedded.measure(plan, "fake", lambda arm: FakeLLM(arm, Script(), clock, log), Quiet(), clock)  # type: ignore[arg-type,return-value]
+    for arm, prompt, params in log:
+        if arm == BASELINE or "three short paragraphs" in prompt:
+            assert params.prediction is None
+        else:
+            assert params.prediction and params.prediction in prompt
+
+
+def test_variants_are_all_different() -> None:
+    for task in workloads.TASKS.values():
+        prompts = [task.prompt(v) for v in range(workloads.VARIANTS)]
+        assert len({(p.message, p.text, p.seed) for p in prompts}) == workloads.VARIANTS, task.name
+    for name in ("return-code", "edit-code"):
+        for v in range(workloads.VARIANTS):
+            message = str(workloads.TASKS[name].prompt(v).message)
+            old = message.split("rename `" if name == "edit-code" else "Rename `")[1].split("`")[0]
+            assert message.count(old) >= 3, f"{old} is not in the code that it is to be renamed in"
+    words = str(workloads.TASKS["words"].prompt(0).text).split()
+    assert len(words) == 200 and len(set(words)) <= 30
+
+
+# identity
+
+
+def other_from(position: int) -> Callable[[list[int]], list[int]]:
+    return lambda ids: [*ids[:position], *[i + 1000 for i in ids[position:]]]
+
+
+def test_answers_that_differ_are_found_and_located() -> None:
+    made = run({"off": Script(change=other_from(40)), "same": Script()}, repetitions=4)
+    assert cell(made.record, "off").identical == (0, 4) and cell(made.record, "same").identical == (4, 4)
+    assert [(d.arm, d.repetition, d.position, d.gap) for d in made.record.differences] == [
+        ("off", r, 40, 0.25) for r in range(4)
+    ]
+    asked = [p for arm, _, p in made.log if p.logprobs]
+    assert len(asked) == 4 and all(p.max_tokens == 41 for p in asked), "the baseline is asked again, up to there"
+    (warning,) = [w for w in report.warnings(made.record) if w.startswith("off")]
+    assert "return-code 1 at token 41" in warning and "near-tie" in warning
+
+
+def test_a_shorter_answer_is_another_answer() -> None:
+    made = run({"short": Script(change=lambda ids: ids[:20])}, repetitions=4).record
+    assert cell(made, "short").identical == (0, 4)
+    assert {(d.position, d.gap) for d in made.differences} == {(20, None)}
+
+
+def test_first_difference() -> None:
+    assert embedded.first_difference((1, 2, 3), (1, 9, 3)) == 1 and embedded.first_difference((1, 2), (1, 2, 3)) == 2
+
+
+# what went wrong
+
+
+def test_a_failed_request_is_credited_nothing_and_shown() -> None:
+    made = run({"bad": FAST._replace(reason="abort")}).record
+    bad = cell(made, "bad")
+    assert bad.failures == bad.requests == 5 and bad.tokens_per_s is None and bad.output_tokens == 0
+    assert bad.speedup is None and bad.verdict == "not enough data" and bad.identical == (0, 0)
+    assert any("5 of 5 requests failed" in w for w in report.warnings(made))
+    assert "no pair" in str(report.sentence(bad, made))
+
+
+def test_an_interrupt_keeps_what_was_measured() -> None:
+    made = run({"fast": FAST}, stop_at=7).record
+    assert not made.finished and len(made.batches) == 7
+    assert any("interrupted" in w for w in report.warnings(made))
+    assert report.markdown(made)
+
+
+def test_warnings_name_what_misleads() -> None:
+    made = run({"warm": FAST._replace(cached=48)}, warmups=0, max_tokens=10).record
+    said = "\n".join(report.warnings(made))
+    for words in ("no warm-up", "240 prompt tokens came from the prefix cache", "shorter than 16 tokens"):
+        assert words in said
+    busy = dataclasses.replace(made, machine=dataclasses.replace(made.machine, load=9.0, cores=2))
+    assert any("busy" in w for w in report.warnings(busy))
+    idle = dataclasses.replace(made, machine=dataclasses.replace(made.machine, load=0.1, cores=2))
+    assert not any("busy" in w for w in report.warnings(idle))
+    one, two = made.settings.arms
+    unequal = dataclasses.replace(
+        made.settings, arms=(one, dataclasses.replace(two, engine={**two.engine, "max_model_len": 256}))
+    )
+    assert any("max_model_len=256" in w for w in report.warnings(dataclasses.replace(made, settings=unequal)))
+
+
+# the record
+
+
+def test_a_record_comes_back_equal_and_says_the_same(tmp_path: Path) -> None:
+    made = run({"fast": FAST, "off": Script(change=other_from(3))}, tasks=("copy", "random"), control=True).record
+    record.save(made, tmp_path / "run.json")
+    back = record.load(tmp_path / "run.json")
+    assert back == made and report.markdown(back) == report.markdown(made)
+    assert isinstance(back.batches[0].answers[0], Answer) and isinstance(back.batches[0].answers[0].token_ids, tuple)
+    raw = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
+    assert (
+        raw["schema"] == record.SCHEMA
+        and {"cpu", "cores"} <= raw["machine"].keys()
+        and {"torch", "python", "forerun"} <= raw["versions"].keys()
+    )
+    assert raw["settings"]["arms"][1]["speculation"]["prompt_lookup_max"] == 5
+    assert [f.name for f in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_file_that_is_no_record_is_refused() -> None:
+    text = run({"fast": FAST}, repetitions=1).record.to_json()
+    value = json.loads(text)
+    for broken in ("{", "[]", "{}", json.dumps({**value, "schema": 99}), json.dumps({**value, "sceds": 1})):
+        with pytest.raises(SettingError):
+            Record.from_json(broken)
+    del value["machine"]["cpu"]
+    with pytest.raises(SettingError, match="cpu"):
+        Record.from_json(json.dumps(value))
+
+
+def test_terminal_and_markdown_say_the_same() -> None:
+    made = run({"fast": FAST, "slow": Script(step_s=0.02, drafted=(4,), accepted=(0,))}, tasks=("copy", "explain")).record
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    report.show(made, console)
+    shown, written = console.export_text(), report.markdown(made)
+    for c in summary.cells(made):
+        for figure in report.row(c):
+            assert figure in shown and figure in written
+        said = report.sentence(c, made)
+        assert said is None or (said in shown and f"- {said}" in written)
+    assert "copy, fast: speculation pays, 1.64 times the baseline's speed (1.64 to 1.64)." in written
+    assert "needed 1.25 tokens to break even; it got 2.25." in written
+    assert "explain, slow: speculation does not pay" in written
+
+
+# arms and plans
+
+
+def test_arms() -> None:
+    assert [a.name for a in arms.parse(("ngram", "suffix"))] == ["ngram k=4", "suffix"]
+    ngram = arms.parse(("ngram",))[0].speculation
+    assert ngram is not None and (ngram.prompt_lookup_min, ngram.prompt_lookup_max, ngram.num_speculative_tokens) == (2, 5, 4)
+    assert [a.speculation.num_speculative_tokens for a in arms.parse(("ngram:k=2,4,8",)) if a.speculation] == [2, 4, 8]
+    own = arms.parse(('{"method": "ngram", "num_speculative_tokens": 4}', "ngram"))
+    assert [a.name for a in own] == ["ngram k=4 (1)", "ngram k=4 (2)"]
+
+
+@pytest.mark.parametrize(
+    "bad", ["eagle", "ngram:4", "ngram:k=x", "ngram:k=0", "ngram:n=4", '{"method": "ngram", "k": 4}', "{", ""]
+)
+def test_arms_that_cannot_be(bad: str) -> None:
+    with pytest.raises(SettingError):
+        arms.parse((bad,))
+
+
+def test_the_same_arm_twice_is_refused() -> None:
+    with pytest.raises(SettingError, match="once"):
+        arms.parse(("ngram", "ngram:k=4"))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"tasks": ()},
+        {"tasks": ("poem",)},
+        {"tasks": ("copy", "copy")},
+        {"candidates": ()},
+        {"repetitions": 0},
+        {"warmups": -1},
+        {"max_tokens": 1},
+        {"concurrency": 0},
+        {"repetitions": 64},
+        {"concurrency": 11},
+        {"warmup_tokens": 0},
+    ],
+)
+def test_plans_that_cannot_be(bad: dict[str, Any]) -> None:
+    with pytest.raises(SettingError):
+        embedded.Plan(**({"tasks": ("copy",), "candidates": (NGRAM,)} | bad))
+
+
+def test_a_plan_says_how_many_batches_it_will_be() -> None:
+    made = run({"one": FAST, "two": FAST}, tasks=("copy", "explain"), control=True, repetitions=2)
+    plan = embedded.Plan(("copy", "explain"), tuple(a for a in arms.parse(("ngram", "suffix"))), repetitions=2, control=True)
+    assert plan.batches == len(made.record.batches) == 2 * 4 * 3
