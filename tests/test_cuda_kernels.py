@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions and ours are defined, at the imports below
 pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, which is not installed")
 
-from forerun.kernels import AttentionShape, Batch, cuda_products, reference
+from forerun.kernels import AttentionShape, Batch, reference
 from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_products import Tiles
 

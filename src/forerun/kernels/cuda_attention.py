@@ -9,6 +9,8 @@ program waits for another's write. Of several stretches, the program that ends l
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,52 +19,47 @@ from torch import Tensor
 from forerun.kernels import AttentionShape, Batch
 from forerun.kernels.cuda_products import power_of_two, wait
 
-TILE = 64  # positions that a program reads at a time
-SHORTEST = 128  # positions of a stretch: below so many, cutting costs more than it saves
-PROGRAMS = 264  # of a decode launch, two for each multiprocessor of an H100 or H200
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # in place of -inf where nothing has been seen, so that differences stay numbers
 
 
 @triton.jit
-def _rotated(base, ok, position, norm, cos, sin, d, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Heads at base [ROWS,1] (pointers to their first value), normed and rotated: [ROWS,DP] in their dtype."""
+def _rotated(base, good, position, norm, cos, sin, d, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Heads normed and rotated, in their dtype: [...,DP]. base [...,1] points to their first values, d is [...,DP]."""
     half: tl.constexpr = D // 2
     other = tl.where(d < half, d + half, d - half)
-    good = ok[:, None] & (d < D)[None, :]
-    x = tl.load(base + d[None, :], mask=good, other=0.0)
-    y = tl.load(base + other[None, :], mask=good, other=0.0)  # the half that x is paired with
-    angle = position[:, None] * half + (d % half)[None, :]
+    x = tl.load(base + d, mask=good, other=0.0)
+    y = tl.load(base + other, mask=good, other=0.0)  # the half that x is paired with
+    angle = position * half + d % half
     c = tl.load(cos + angle, mask=good, other=0.0)
     s = tl.load(sin + angle, mask=good, other=0.0)
     a = x.to(tl.float32)
     b = y.to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(a * a, 1) / D + eps)[:, None]
-        by = tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        by_other = tl.load(norm + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        scale = tl.rsqrt(tl.sum(a * a, len(a.shape) - 1, keep_dims=True) / D + eps)
+        by = tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)
+        by_other = tl.load(norm + other, mask=d < D, other=0.0).to(tl.float32)
         a = ((a * scale).to(x.dtype).to(tl.float32) * by).to(x.dtype).to(tl.float32)
         b = ((b * scale).to(x.dtype).to(tl.float32) * by_other).to(x.dtype).to(tl.float32)
     return (a * c + tl.where(d < half, -b, b) * s).to(x.dtype)
 
 
 @triton.jit
-def _from_pages(pages, table, p, end, head, d, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """What the pages hold at positions p [BN] below end: [BN,DP]. table: the row's."""
-    page = tl.load(table + p // BLOCK, mask=p < end, other=0).to(tl.int64)
-    at = ((page * KV + head) * BLOCK + p % BLOCK) * D
-    return tl.load(pages + at[:, None] + d[None, :], mask=(p < end)[:, None] & (d < D)[None, :], other=0.0)
+def _places(table, p, ok, head, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Where position p's key (and value) of a head starts in the pages; table: the row's."""
+    page = tl.load(table + p // BLOCK, mask=ok, other=0).to(tl.int64)
+    return ((page * KV + head) * BLOCK + p % BLOCK) * D
 
 
 @triton.jit
 def _step(scores, values, top, total, mixed):
-    """One more tile of scores [BM,BN] (base-2 logarithms) and values [BN,DP] into the running softmax."""
-    higher = tl.maximum(top, tl.max(scores, 1))
-    share = tl.exp2(scores - higher[:, None])
+    """One more tile of scores [...,BM,BN] (base-2 logarithms) and values [...,BN,DP] into the running softmax."""
+    last: tl.constexpr = len(scores.shape) - 1
+    higher = tl.maximum(top, tl.max(scores, last))
+    share = tl.exp2(scores - tl.expand_dims(higher, last))
     fade = tl.exp2(top - higher)
-    mixed = tl.dot(share.to(values.dtype), values, mixed * fade[:, None])
-    return higher, total * fade + tl.sum(share, 1), mixed
+    mixed = tl.dot(share.to(values.dtype), values, mixed * tl.expand_dims(fade, last))
+    return higher, total * fade + tl.sum(share, last), mixed
 
 
 @triton.jit
@@ -105,74 +102,89 @@ def _add_up(
 def decode_kernel(
     qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, table, out, part, part_top, part_total, arrived, TABLE, scale,
     eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, WINDOW: tl.constexpr,
-    NORM: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    QUERIES: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, NORM: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """QUERIES: blocks of BM queries that a row and key head has. LEAST: tiles of a stretch, at least. Each warp has its
+    own BN positions of a tile and its own softmax over them; only at the end do the warps' results meet."""
+    row, split = tl.program_id(0), tl.program_id(2)
+    head, queries = tl.program_id(1) // QUERIES, tl.program_id(1) % QUERIES
     group: tl.constexpr = HEADS // KV
     stride: tl.constexpr = (HEADS + 2 * KV) * D
-    d = tl.arange(0, DP)
+    tile: tl.constexpr = WARPS * BN
     table += row.to(tl.int64) * TABLE
+    d = tl.arange(0, DP)
+    d3 = d[None, None, :]
 
-    first = tl.load(positions + row * WIDTH).to(tl.int32)  # the pages are read below this position
+    first = tl.load(positions + row * WIDTH).to(tl.int32)  # the pages hold what is below
     low = 0
     if WINDOW > 0:
-        low = tl.maximum(first - WINDOW + 1, 0) // BN * BN
-    length = tl.maximum(SHORTEST, tl.cdiv(tl.cdiv(first - low, SPLITS), BN) * BN)
-    active = tl.maximum(tl.cdiv(first - low, length), 1)
+        low = tl.maximum(first - WINDOW + 1, 0)
+    tiles = tl.cdiv(first + WIDTH - low, tile)
+    each = tl.maximum(tl.cdiv(tiles, SPLITS), LEAST)
+    active = tl.cdiv(tiles, each)
     if split >= active:
         return
-    begin = low + split * length
-    end = tl.minimum(begin + length, first)
-    p = begin + tl.arange(0, BN)
-    keys = _from_pages(key_pages, table, p, end, head, d, KV, D, BLOCK)
-    values = _from_pages(value_pages, table, p, end, head, d, KV, D, BLOCK)
+    # from the last position downwards, so that the new tokens are in the first tile of the first stretch
+    start = first + WIDTH - (split * each + 1) * tile
+    begin = tl.maximum(start - (each - 1) * tile, low)
+    p = start + tl.arange(0, WARPS)[:, None] * BN + tl.arange(0, BN)[None, :]  # [WARPS,BN]
+    old = (p >= begin) & (p < first)
+    there = old[:, :, None] & (d3 < D)
+    at_pages = _places(table, p, old, head, KV, D, BLOCK)[:, :, None] + d3
+    keys = tl.load(key_pages + at_pages, mask=there, other=0.0)  # [WARPS,BN,DP]
+    values = tl.load(value_pages + at_pages, mask=there, other=0.0)
     wait(PDL)
 
-    m = tl.arange(0, BM)  # a query: token m // group, head m % group of this key head's
+    m = queries * BM + tl.arange(0, BM)  # a query: token m // group, head m % group of this key head's
     token = m // group
-    at = first + token
     query_ok = m < WIDTH * group
-    q_base = qkv + (row * WIDTH + token) * stride + (head * group + m % group) * D
-    q = _rotated(q_base[:, None], query_ok, at, q_norm, cos, sin, d, eps, D, NORM)
-
-    top = tl.full((BM,), LOWEST, tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    mixed = tl.zeros((BM, DP), tl.float32)
-    if split == 0:  # the new tokens: rotate, write, and attend to them
-        j = tl.arange(0, BT)
-        new_ok = j < WIDTH
-        k_base = qkv + (row * WIDTH + j) * stride + (HEADS + head) * D
-        k_new = _rotated(k_base[:, None], new_ok, first + j, k_norm, cos, sin, d, eps, D, NORM)
-        ok = new_ok[:, None] & (d < D)[None, :]
-        v_new = tl.load(k_base[:, None] + KV * D + d[None, :], mask=ok, other=0.0)
-        page = tl.load(table + (first + j) // BLOCK, mask=new_ok, other=0).to(tl.int64)
-        to = ((((page * KV + head) * BLOCK) + (first + j) % BLOCK) * D)[:, None] + d[None, :]
-        tl.store(key_pages + to, k_new, mask=ok)
-        tl.store(value_pages + to, v_new, mask=ok)
-        scores = tl.dot(q, k_new.T) * (scale * LOG2E)
-        seen = (j[None, :] <= token[:, None]) & new_ok[None, :]
-        if WINDOW > 0:
-            seen &= j[None, :] > token[:, None] - WINDOW
-        top, total, mixed = _step(tl.where(seen, scores, float("-inf")), v_new, top, total, mixed)
-
-    for start in range(begin, end, BN):
-        p = start + tl.arange(0, BN)
-        scores = tl.dot(q, keys.T) * (scale * LOG2E)
-        seen = (p < end)[None, :]
-        if WINDOW > 0:
-            seen = seen & (p[None, :] > at[:, None] - WINDOW)
-        old = values
-        keys = _from_pages(key_pages, table, p + BN, end, head, d, KV, D, BLOCK)
-        values = _from_pages(value_pages, table, p + BN, end, head, d, KV, D, BLOCK)
-        top, total, mixed = _step(tl.where(seen, scores, float("-inf")), old, top, total, mixed)
-
     good = query_ok[:, None] & (d < D)[None, :]
+    q_base = qkv + (row * WIDTH + token) * stride + (head * group + m % group) * D
+    q = _rotated(q_base[:, None], good, (first + token)[:, None], q_norm, cos, sin, d[None, :], eps, D, NORM)
+    q = tl.broadcast_to(q[None, :, :], (WARPS, BM, DP))
+    if split == 0:
+        new = (p >= first)[:, :, None]
+        ok = new & (d3 < D)
+        base = (qkv + (row * WIDTH + p - first) * stride + (HEADS + head) * D)[:, :, None]
+        keys = tl.where(new, _rotated(base, ok, p[:, :, None], k_norm, cos, sin, d3, eps, D, NORM), keys)
+        values = tl.where(new, tl.load(base + KV * D + d3, mask=ok, other=0.0), values)
+        if queries == 0:
+            to = _places(table, p, p >= first, head, KV, D, BLOCK)[:, :, None] + d3
+            tl.store(key_pages + to, keys, mask=ok)
+            tl.store(value_pages + to, values, mask=ok)
+
+    last = (first + token)[None, :, None]  # the position that a query sees up to
+    scores = tl.dot(q, tl.permute(keys, (0, 2, 1))) * (scale * LOG2E)  # [WARPS,BM,BN]
+    seen = (p >= begin)[:, None, :] & (p[:, None, :] <= last)
+    if WINDOW > 0:
+        seen = seen & (p[:, None, :] > last - WINDOW)
+    top = tl.full((WARPS, BM), LOWEST, tl.float32)
+    total = tl.zeros((WARPS, BM), tl.float32)
+    mixed = tl.zeros((WARPS, BM, DP), tl.float32)
+    top, total, mixed = _step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
+    for j in range(1, tl.minimum(each, tiles - split * each)):
+        p_j = p - j * tile
+        ok_j = p_j >= begin
+        there = ok_j[:, :, None] & (d3 < D)
+        at_pages = _places(table, p_j, ok_j, head, KV, D, BLOCK)[:, :, None] + d3
+        keys = tl.load(key_pages + at_pages, mask=there, other=0.0)
+        values = tl.load(value_pages + at_pages, mask=there, other=0.0)
+        scores = tl.dot(q, tl.permute(keys, (0, 2, 1))) * (scale * LOG2E)
+        seen = ok_j[:, None, :]
+        if WINDOW > 0:
+            seen = seen & (p_j[:, None, :] > last - WINDOW)
+        top, total, mixed = _step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
+
+    highest = tl.max(top, 0)
+    share = tl.exp2(top - highest[None, :])
+    total = tl.sum(total * share, 0)
+    mixed = tl.sum(mixed * share[:, :, None], 0)  # [BM,DP]
     to = out + (((row * WIDTH + token) * HEADS + head * group + m % group) * D)[:, None] + d[None, :]
     if active > 1:
         _add_up(
-            mixed, top, total, part, part_top, part_total, arrived, to, good, m, query_ok, d, row * KV + head, split, active, D, DP, BM,
-            SPLITS, AT_ONCE,
+            mixed, highest, total, part, part_top, part_total, arrived, to, good, tl.arange(0, BM), query_ok, d,
+            (row * KV + head) * QUERIES + queries, split, active, D, DP, BM, SPLITS, AT_ONCE,
         )
     else:
         tl.store(to, (mixed / total[:, None]).to(out.dtype.element_ty), mask=good)
@@ -200,14 +212,15 @@ def rotate_kernel(
     position = tl.load(positions + t, mask=ok, other=0).to(tl.int32)
     base = (qkv + t.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D)[:, None]
     if head < HEADS:
-        q = _rotated(base, ok, position, q_norm, cos, sin, d, eps, D, NORM)
+        q = _rotated(base, good, position[:, None], q_norm, cos, sin, d[None, :], eps, D, NORM)
         tl.store(q_out + (t.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :], q, mask=good)
     else:
         row = _row_of(t, row_start, R, RP)
         page = tl.load(table + row.to(tl.int64) * TABLE + position // BLOCK, mask=ok, other=0).to(tl.int64)
         if head < HEADS + KV:
             to = ((page * KV + head - HEADS) * BLOCK + position % BLOCK) * D
-            tl.store(key_pages + to[:, None] + d[None, :], _rotated(base, ok, position, k_norm, cos, sin, d, eps, D, NORM), mask=good)
+            k = _rotated(base, good, position[:, None], k_norm, cos, sin, d[None, :], eps, D, NORM)
+            tl.store(key_pages + to[:, None] + d[None, :], k, mask=good)
         else:
             to = ((page * KV + head - HEADS - KV) * BLOCK + position % BLOCK) * D
             tl.store(value_pages + to[:, None] + d[None, :], tl.load(base + d[None, :], mask=good, other=0.0), mask=good)
@@ -248,41 +261,58 @@ def prefill_kernel(
     mixed = tl.zeros((BM, DP), tl.float32)
     for p0 in range(low, end, BN):
         p = p0 + tl.arange(0, BN)
-        keys = _from_pages(key_pages, table, p, end, head // (HEADS // KV), d, KV, D, BLOCK)
+        there = (p < end)[:, None] & (d < D)[None, :]
+        at_pages = _places(table, p, p < end, head // (HEADS // KV), KV, D, BLOCK)[:, None] + d[None, :]
+        keys = tl.load(key_pages + at_pages, mask=there, other=0.0)
         scores = tl.dot(queries, keys.T) * (scale * LOG2E)
         seen = p[None, :] <= at[:, None]
         if WINDOW > 0:
             seen = seen & (p[None, :] > at[:, None] - WINDOW)
-        values = _from_pages(value_pages, table, p, end, head // (HEADS // KV), d, KV, D, BLOCK)
+        values = tl.load(value_pages + at_pages, mask=there, other=0.0)
         top, total, mixed = _step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
     tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=good)
 
 
-def splits_for(rows: int, kv_heads: int, context: int) -> int:
-    """Into how many stretches a decode launch may cut a context of at most so many positions: enough programs for the
-    device, none shorter than SHORTEST."""
-    return max(1, min(triton.cdiv(PROGRAMS, rows * kv_heads), triton.cdiv(context, SHORTEST), 64))
+class Cut(NamedTuple):
+    """How a decode launch is cut. warps; positions of a warp in a tile; tiles of a stretch, at least; programs: so many
+    are enough for the device."""
+
+    warps: int
+    positions: int
+    least: int
+    programs: int = 264
+
+
+def cut_for(dim: int, width: int) -> Cut:
+    """A tile has room for all new tokens of a row."""
+    positions = 32 if dim <= 64 else 16
+    return Cut(8, max(positions, power_of_two(triton.cdiv(width, 8))), 1)
 
 
 def attend_decode(
     qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, key_pages: Tensor,
     value_pages: Tensor, batch: Batch, width: int, context: int, arrived: Tensor, pdl: bool,
 ) -> Tensor:
-    """Every row has `width` tokens; no position is `context` or more. arrived: int32 zeros, a row and key head each."""
+    """Every row has `width` tokens; no position is `context` or more. arrived: int32 zeros, one for each row, key head and
+    block of 16 queries."""
     heads, kv, dim, window, eps = shape
     rows = batch.block_table.shape[0]
-    bm = max(16, power_of_two(width * (heads // kv)))
+    cut = cut_for(dim, width)
+    bm = 16
+    queries = triton.cdiv(width * (heads // kv), bm)
     padded = max(16, power_of_two(dim))
-    splits = splits_for(rows, kv, context)
+    most = triton.cdiv(context, cut.warps * cut.positions * cut.least)  # stretches of the longest context
+    splits = max(1, min(triton.cdiv(cut.programs, rows * kv * queries), most, 64))
     out = qkv.new_empty(qkv.shape[0], heads * dim)
-    part = qkv.new_empty((rows * kv * splits, bm, dim) if splits > 1 else (1, 1, 1), dtype=torch.float32)
-    sums = qkv.new_empty((2, rows * kv * splits, bm), dtype=torch.float32)
-    decode_kernel[(rows, kv, splits)](
+    slots = rows * kv * queries * splits
+    part = qkv.new_empty((slots, bm, dim) if splits > 1 else (1, 1, 1), dtype=torch.float32)
+    sums = qkv.new_empty((2, slots, bm), dtype=torch.float32)
+    decode_kernel[(rows, kv * queries, splits)](
         qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages, batch.positions,
         batch.block_table, out, part, sums[0], sums[1], arrived, batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width, HEADS=heads,
-        KV=kv, D=dim, DP=padded, BM=bm, BT=max(16, power_of_two(width)), BN=TILE, BLOCK=key_pages.shape[2], SPLITS=splits,
-        SHORTEST=SHORTEST, WINDOW=window, NORM=q_norm is not None, AT_ONCE=max(1, min(power_of_two(splits), 16384 // (bm * padded))),
-        PDL=pdl, num_warps=4 if bm <= 32 else 8, num_stages=1, **({"launch_pdl": True} if pdl else {}),
+        KV=kv, D=dim, DP=padded, BM=bm, QUERIES=queries, WARPS=cut.warps, BN=cut.positions, BLOCK=key_pages.shape[2], SPLITS=splits,
+        LEAST=cut.least, WINDOW=window, NORM=q_norm is not None, AT_ONCE=max(1, min(power_of_two(splits), 16384 // (bm * padded))),
+        PDL=pdl, num_warps=cut.warps, num_stages=1, **({"launch_pdl": True} if pdl else {}),
     )
     return out
 

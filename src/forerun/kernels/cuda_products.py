@@ -24,13 +24,15 @@ from triton.language.extra import cuda as tl_cuda
 
 class Tiles(NamedTuple):
     """How a product is cut. columns: outputs of a program. warps. step: the part of K that a program takes at a time
-    (0: all of K at once, held in registers). stages: of the pipeline over K. split: warps that share a step of K."""
+    (0: all of K at once, held in registers). stages: of the pipeline over K. split: warps that share a step of K.
+    ahead: how much of each row of weights is called into the L2 cache before the wait, a power of two from 64 on, or 0."""
 
     columns: int
     warps: int
     step: int = 0
     stages: int = 3
     split: int = 1
+    ahead: int = 512
 
 
 @triton.jit
@@ -58,20 +60,13 @@ def _along(start, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _rows(base, rows, limit, k, K: tl.constexpr, EVEN: tl.constexpr):
-    """[SPLIT,ROWS,STEP] of base [limit,K]; EVEN: k is below K everywhere."""
+def _rows(base, rows, there, k, K: tl.constexpr, EVEN: tl.constexpr):
+    """[SPLIT,ROWS,STEP] of base [...,K], zero for rows that are not there; EVEN: k is below K everywhere."""
     pointers = base + rows[None, :, None] * K + k
     if EVEN:
-        return tl.load(pointers, mask=(rows < limit)[None, :, None], other=0.0)
+        return tl.load(pointers, mask=there[None, :, None], other=0.0)
     else:
-        return tl.load(pointers, mask=(rows < limit)[None, :, None] & (k < K), other=0.0)
-
-
-@triton.jit
-def _squares(x):
-    """[SPLIT,BM,STEP] -> [BM], the sum of squares"""
-    wide = x.to(tl.float32)
-    return tl.sum(tl.sum(wide * wide, 2), 0)
+        return tl.load(pointers, mask=there[None, :, None] & (k < K), other=0.0)
 
 
 @triton.jit
@@ -82,17 +77,13 @@ def _normed(x, scale, norm, k, K: tl.constexpr):
 
 
 @triton.jit
-def _product(x, weights):
-    """[SPLIT,BM,STEP], [SPLIT,BN,STEP] -> [BM,BN] float32"""
-    return tl.sum(tl.dot(x, tl.permute(weights, (0, 2, 1))), 0)
-
-
-@triton.jit
 def _finish(
-    sums, more, bias, residual, out, best, m, n, T, block, N: tl.constexpr, BLOCKS: tl.constexpr, GATE: tl.constexpr,
+    sums, bias, residual, out, best, m, n, T, block, N: tl.constexpr, BLOCKS: tl.constexpr, GATE: tl.constexpr,
     ADD: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr,
 ):
-    """Round where torch's separate operations would, and store."""
+    """Round where torch's separate operations would, and store. sums: [BM,BN], with GATE [BM,2 BN], the gates first."""
+    if GATE:
+        sums, more = tl.split(tl.permute(tl.reshape(sums, (sums.shape[0], 2, n.shape[0])), (0, 2, 1)))
     ok = (m < T)[:, None] & (n < N)[None, :]
     at = m.to(tl.int64)[:, None] * N + n[None, :]
     if BIAS:
@@ -115,49 +106,50 @@ def _finish(
         tl.store(out + at, sums.to(out.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def _weight_rows(block, N: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr):
+    """The rows of weights of a block of columns, from the block's first on, and whether each is there."""
+    if GATE:  # gates and their ups together, so that they are one product
+        r = tl.arange(0, 2 * BN)
+        return tl.where(r < BN, r, r - BN + N), block * BN + r % BN < N
+    else:
+        r = tl.arange(0, BN)
+        return r, block * BN + r < N
+
+
 @triton.jit(do_not_specialize=["T"])
 def whole_kernel(
     x, norm, weight, bias, residual, out, best, T, eps, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    K1: tl.constexpr, S1: tl.constexpr, K2: tl.constexpr, S2: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    ADD: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
 ):
-    """All of K at once, in two parts of K1 and K2 (0: none), powers of two: the weights are in registers before the wait."""
+    """All of K at once, in PARTS of WIDTH: the weights are in registers before the wait."""
     block = tl.program_id(0)
-    n = block * BN + tl.arange(0, BN)
+    rows, there = _weight_rows(block, N, BN, GATE)
+    mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
+    weights = ()
+    for part in tl.static_range(PARTS):
+        k = _along(part * WIDTH, WIDTH, SPLIT)
+        weights += (_rows(mine, rows, there, k, K, part * WIDTH + WIDTH <= K),)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
-    k1 = _along(0, K1, S1)
-    even1: tl.constexpr = K1 <= K
-    even2: tl.constexpr = K1 + K2 <= K
-    up = weight + N * K
-    w1 = _rows(weight, n, N, k1, K, even1)
-    if GATE:
-        u1 = _rows(up, n, N, k1, K, even1)
-    if K2 > 0:
-        k2 = _along(K1, K2, S2)
-        w2 = _rows(weight, n, N, k2, K, even2)
-        if GATE:
-            u2 = _rows(up, n, N, k2, K, even2)
     wait(PDL)
-    x1 = _rows(x, m, T, k1, K, even1)
-    if K2 > 0:
-        x2 = _rows(x, m, T, k2, K, even2)
+    tokens = ()
+    for part in tl.static_range(PARTS):
+        tokens += (_rows(x, m, m < T, _along(part * WIDTH, WIDTH, SPLIT), K, part * WIDTH + WIDTH <= K),)
     if NORM:
-        squares = _squares(x1)
-        if K2 > 0:
-            squares += _squares(x2)
-        scale = tl.rsqrt(squares / K + eps)
-        x1 = _normed(x1, scale, norm, k1, K)
-        if K2 > 0:
-            x2 = _normed(x2, scale, norm, k2, K)
-    sums = _product(x1, w1)
-    more = sums
-    if GATE:
-        more = _product(x1, u1)
-    if K2 > 0:
-        sums += _product(x2, w2)
-        if GATE:
-            more += _product(x2, u2)
-    _finish(sums, more, bias, residual, out, best, m, n, T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
+        squares = tl.zeros((SPLIT, BM, WIDTH // SPLIT), tl.float32)
+        for part in tl.static_range(PARTS):
+            wide = tokens[part].to(tl.float32)
+            squares += wide * wide
+        scale = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / K + eps)
+    sums = tl.zeros((SPLIT, BM, rows.shape[0]), tl.float32)
+    for part in tl.static_range(PARTS):
+        if NORM:
+            left = _normed(tokens[part], scale, norm, _along(part * WIDTH, WIDTH, SPLIT), K)
+        else:
+            left = tokens[part]
+        sums = tl.dot(left, tl.permute(weights[part], (0, 2, 1)), sums)
+    _finish(tl.sum(sums, 0), bias, residual, out, best, m, block * BN + tl.arange(0, BN), T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -168,53 +160,41 @@ def loop_kernel(
 ):
     """STEP of K at a time, in a pipeline; the first AHEAD of each row of weights are called into L2 before the wait."""
     block = tl.program_id(0)
-    n = block * BN + tl.arange(0, BN)
+    rows, there = _weight_rows(block, N, BN, GATE)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     even: tl.constexpr = K % STEP == 0
     mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
-    up = mine + N * K
-    r = tl.arange(0, BN)
-    left = N - block * BN
     if PDL and AHEAD > 0:
-        lines = tl.minimum(r, left - 1)[:, None] * K + tl.arange(0, AHEAD // 64)[None, :] * 64
-        prefetch(mine + lines, PDL)
-        if GATE:
-            prefetch(up + lines, PDL)
+        prefetch(mine + tl.where(there, rows, 0)[:, None] * K + tl.arange(0, AHEAD // 64)[None, :] * 64, PDL)
     wait(PDL)
     scale = tl.zeros((BM,), tl.float32)
     if NORM:
-        squares = tl.zeros((BM,), tl.float32)
+        squares = tl.zeros((BM, 1024), tl.float32)
         for k0 in range(0, K, 1024):
-            squares += _squares(_rows(x, m, T, _along(k0, 1024, 1), K, K % 1024 == 0))
-        scale = tl.rsqrt(squares / K + eps)
-    sums = tl.zeros((BM, BN), tl.float32)
-    more = sums
+            k = k0 + tl.arange(0, 1024)
+            wide = tl.load(x + m[:, None] * K + k[None, :], mask=(m < T)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+            squares += wide * wide
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
     if SPLIT == 1:
+        sums = tl.zeros((BM, rows.shape[0]), tl.float32)
         for k0 in range(0, K, STEP):
             k = k0 + tl.arange(0, STEP)
             part = tl.load(x + m[:, None] * K + k[None, :], mask=(m < T)[:, None] & (even | (k < K)[None, :]), other=0.0)
             if NORM:
                 by = tl.load(norm + k, mask=even | (k < K), other=0.0).to(tl.float32)
                 part = ((part.to(tl.float32) * scale[:, None]).to(part.dtype).to(tl.float32) * by[None, :]).to(part.dtype)
-            at = r[:, None] * K + k[None, :]
-            ok = (r < left)[:, None] & (even | (k < K)[None, :])
-            sums = tl.dot(part, tl.load(mine + at, mask=ok, other=0.0).T, sums)
-            if GATE:
-                more = tl.dot(part, tl.load(up + at, mask=ok, other=0.0).T, more)
+            right = tl.load(mine + rows[:, None] * K + k[None, :], mask=there[:, None] & (even | (k < K)[None, :]), other=0.0)
+            sums = tl.dot(part, right.T, sums)
     else:
-        folded = tl.zeros((SPLIT, BM, BN), tl.float32)
-        folded_up = folded
+        folded = tl.zeros((SPLIT, BM, rows.shape[0]), tl.float32)
         for k0 in range(0, K, STEP):
             k = _along(k0, STEP, SPLIT)
-            part = _rows(x, m, T, k, K, even)
+            part = _rows(x, m, m < T, k, K, even)
             if NORM:
                 part = _normed(part, scale, norm, k, K)
-            folded = tl.dot(part, tl.permute(_rows(mine, r, left, k, K, even), (0, 2, 1)), folded)
-            if GATE:
-                folded_up = tl.dot(part, tl.permute(_rows(up, r, left, k, K, even), (0, 2, 1)), folded_up)
+            folded = tl.dot(part, tl.permute(_rows(mine, rows, there, k, K, even), (0, 2, 1)), folded)
         sums = tl.sum(folded, 0)
-        more = tl.sum(folded_up, 0)
-    _finish(sums, more, bias, residual, out, best, m, n, T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
+    _finish(sums, bias, residual, out, best, m, block * BN + tl.arange(0, BN), T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
 
 
 @triton.jit
@@ -270,16 +250,11 @@ def power_of_two(n: int) -> int:
 
 
 @cache
-def whole_parts(k: int, warps: int) -> tuple[int, int, int, int]:
-    """K1, S1, K2, S2 of whole_kernel: the largest power of two in k and the rest, each split over the warps as far as the
-    16 of a tensor-core step go."""
-    first = 1 << (k.bit_length() - 1)
-    rest = power_of_two(k - first) if k > first else 0
-    if 0 < rest < 16:
-        rest = 16
-    if rest == first:
-        first, rest = 2 * first, 0
-    return first, min(warps, max(first // 16, 1)), rest, min(warps, max(rest // 16, 1))
+def whole_parts(k: int, split: int) -> tuple[int, int]:
+    """PARTS and WIDTH of whole_kernel: few parts, and little past the end of K. A warp takes at least the 16 of a
+    tensor-core step from each."""
+    widths = [split * step for step in (16, 32, 64, 128, 256)]
+    return min(((triton.cdiv(k, width), width) for width in widths), key=lambda parts: parts[0] * parts[1] + 64 * parts[0])
 
 
 def launch(
@@ -302,7 +277,7 @@ def launch(
         "PDL": pdl, "num_warps": tiles.warps, **({"launch_pdl": True} if pdl else {}),
     }
     if tiles.step == 0:
-        whole_kernel[grid](*args, *whole_parts(k, tiles.warps), **flags, num_stages=1)
+        whole_kernel[grid](*args, *whole_parts(k, tiles.warps), tiles.warps, **flags, num_stages=1)
     else:
-        ahead = min(512, power_of_two(k + 1) // 2)
+        ahead = min(tiles.ahead, power_of_two(k + 1) // 2)
         loop_kernel[grid](*args, tiles.step, tiles.split, ahead, **flags, num_stages=tiles.stages)
