@@ -287,7 +287,7 @@ def random_case(seed: int, batch: int = 40, width: int = 4, vocab: int = 6) -> C
     size = g.integers(0, width + 1, batch)
     tokens = np.array([[g.choice(vocab, p=q[b, i] / q[b, i].sum()) for i in range(width)] for b in range(batch)])
     past = np.arange(width) >= size[:, None]
-    tokens[past], q[past] = 10**6, np.nan  # padding that would show
+    tokens[past], q[past] = 10**6, (np.nan, 0.0, 1 / vocab)[seed % 3]  # padding that would show
     u, v = torch.tensor(g.random((batch, width))), torch.tensor(g.random((batch, width + 1)))
     return torch.tensor(p).float(), Draft(torch.tensor(tokens), torch.tensor(size), torch.tensor(q).float()), u, v
 

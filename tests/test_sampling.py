@@ -255,9 +255,9 @@ def test_a_slot_keeps_nothing_of_its_last_request_and_tables_grow() -> None:
     assert state.grown > grown
     slot, position = torch.ones(1, dtype=torch.int64), torch.tensor([7])
     fresh = state_of(request(), heavy)
-    want = reference(LOGITS[2].tolist(), [*PROMPT, *OUTPUT, *DRAFTS[:2]], heavy)
+    want = reference(LOGITS[3].tolist(), [*PROMPT, *OUTPUT, *DRAFTS[:2]], heavy)
     for other in (state, fresh):  # the tables around it grew, its own entries stayed
-        logits, features = shaped(other, LOGITS[2:3], slot, position)
+        logits, features = shaped(other, LOGITS[3:4], slot, position)
         np.testing.assert_allclose(other.probs(logits, slot, features).numpy()[0], want, atol=2e-6)
     state.set(1, request(seed=3))
     everything = state.features([0])._replace(penalties=True, sampled=True, top_k=8, top_p=True, unbounded=True, min_p=True)
@@ -297,7 +297,7 @@ def test_min_tokens_ends_exactly_and_counts_the_block() -> None:
 
 
 def test_a_banned_sequence_matches_across_the_prompt_and_not_before_it() -> None:
-    state = state_of(request(banned=((2, 2, 3), (1, 2), (6, 6, 6, 6, 1, 4))))
+    state = state_of(request(banned=((2, 2, 3), (1, 2), (1, 1, 1, 1, 1, 4))))
     out, _ = shaped(state, torch.zeros(2, V), torch.zeros(2, dtype=torch.int64), torch.tensor([3, 1]))
     assert (out[0] == -math.inf).tolist() == [t == 3 for t in range(V)]
     assert (out[1] == -math.inf).tolist() == [t == 2 for t in range(V)]
@@ -430,12 +430,16 @@ def test_row_by_row_agrees_with_tensors_on_a_large_vocabulary() -> None:
 
 @pytest.mark.parametrize("host", [True, False], ids=["rows", "tensors"])
 def test_ties_with_the_last_token_kept_are_kept(host: bool) -> None:
-    state = state_of(request(top_k=2), request(top_p=0.5))
+    state = state_of(request(top_k=2), request(top_p=0.5), request(top_k=2, top_p=0.6))
     state.host = host
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0, 1.0, -1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -5.0]])
     slot = torch.tensor([0, 1])
     probs = state.probs(logits, slot, state.features([0, 1]))
     assert (probs > 0).tolist() == [[t in (0, 1, 2, 4) for t in range(V)], [t != 7 for t in range(V)]]
+    # the ties with the second weigh in top_p's total: 0.6 is not reached by the first two
+    logits = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0, -9.0, -9.0, -9.0]])
+    probs = state.probs(logits, torch.tensor([2]), state.features([2]))
+    assert (probs > 0).tolist() == [[t < 5 for t in range(V)]]
 
 
 # --- log-probabilities --------------------------------------------------------------------------------------------------------
