@@ -101,9 +101,11 @@ def main() -> None:
             ours = size / seconds(lambda: [call(x, w, residual) for w in weights], repeats)  # noqa: B023
             line = [ours]
             if not quick:
-                packed = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
+                onednn = torch.ops.mkldnn
+                packed = [onednn._reorder_linear_weight(w, rows) for w in weights]
                 line.append(size / seconds(lambda: [F.linear(x, w) for w in weights], repeats))  # noqa: B023
-                line.append(size / seconds(lambda: [torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for w in packed], repeats))  # noqa: B023
+                call = lambda: [onednn._linear_pointwise(x, w, None, "none", [], "") for w in packed]  # noqa: B023, E731
+                line.append(size / seconds(call, repeats))
             print(f"{name:8} {rows:4} " + " ".join(f"{v:8.1f}" for v in line), flush=True)
             result[f"{name}_{rows}"] = [round(v, 2) for v in line]
 

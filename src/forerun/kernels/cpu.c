@@ -37,7 +37,14 @@ extern int omp_get_num_threads(void);
 enum { SLAB = 64 };    /* tokens for which a block of weights is used while it is in the cache */
 enum { CHUNK = 128 };  /* positions of one softmax */
 enum { TILE = 48 };    /* query rows (tokens x heads of a group) of one attention task, about */
+enum { LEAD = 8192 };  /* how many bytes before their use weights are fetched, at least */
 enum { LANES = 16 };
+/* rows of x that are multiplied at once: as many as there are registers for the sums */
+#ifdef __AVX512F__
+#define ABREAST 6
+#else
+#define ABREAST 2
+#endif
 
 /* ------------------------------------------------------------------------------------------------ vectors */
 
@@ -78,6 +85,9 @@ INLINE float peak16(v16 v) {
 INLINE v16 widen(h16 h) { return (v16)(__builtin_convertvector(h, u16) << 16); }
 
 INLINE h16 narrow(v16 v) { /* to the nearest bfloat16, ties to even; NaN stays NaN */
+#ifdef NATIVE_BF16
+    return (h16)_mm512_cvtneps_pbh((__m512)v);
+#endif
     u16 u = (u16)v, nan = (u16)(v != v);
     u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     return __builtin_convertvector((u & ~nan) | (0x7fc0 & nan), h16);
@@ -145,8 +155,9 @@ INLINE float exp1(float x) { return exp16(splat(x))[0]; }
 
 /* ------------------------------------------------------------------------------------------------ scratch */
 
-/* each thread's own memory, kept between calls; two slots, since a team's shared buffer belongs to its caller */
-static __thread struct { char *at; size_t size; } scratch_slot[2];
+/* each thread's own memory, kept between calls; slot 0 is for use within a team, the others
+ * are the caller's, which the team shares: 1 partial attention, 2 activations between layers */
+static __thread struct { char *at; size_t size; } scratch_slot[3];
 
 static void *scratch(int slot, size_t size) {
     if (scratch_slot[slot].size < size) {
@@ -210,17 +221,25 @@ typedef struct {
     void *y; /* bfloat16, for LOGITS float */
 } Linear;
 
-/* sums[n][16] = 4 rows of w (rows past `valid` repeat the last) times n rows of x. Prefetches lines first .. last of
- * each four of what comes next in the weights, so that the memory stays busy while the cores multiply. */
+/* Into the second level: the first has too few lines under way for the memory's latency. */
+INLINE void fetch(const void *p) { __builtin_prefetch(p, 0, 2); }
+
+/* sums[n][16] = 4 rows of w (rows past `valid` repeat the last) times n rows of x. Fetches `lines` cache lines a round of
+ * what comes next in the weights, so that the memory stays busy while the cores multiply. */
 INLINE void block(const int n, const bf16 *w, int valid, int64_t k, const bf16 *x, int64_t stride, float *sums,
-                  const char *next, int first, int last) {
+                  const char *next, int lines) {
     const bf16 *w0 = w, *w1 = w + (valid > 1 ? k : 0), *w2 = w + (valid > 2 ? 2 : valid - 1) * k, *w3 = w + (valid - 1) * k;
-    v16 acc[4][6];
+    v16 acc[4][ABREAST];
 #pragma GCC unroll 6
     for (int j = 0; j < n; j++) acc[0][j] = acc[1][j] = acc[2][j] = acc[3][j] = (v16){0};
     int64_t i = 0;
     for (; i + 32 <= k; i += 32) {
-        for (int l = first; l < last; l++) __builtin_prefetch(next + 8 * i + 64 * l);
+        fetch(next);
+        if (lines > 1) {
+            fetch(next + 64);
+            if (lines > 2) fetch(next + 128), fetch(next + 192);
+        }
+        next += 64 * lines;
         u16 a = load_words(w0 + i), b = load_words(w1 + i), c = load_words(w2 + i), d = load_words(w3 + i);
 #pragma GCC unroll 6
         for (int j = 0; j < n; j++) {
@@ -248,20 +267,23 @@ INLINE void block(const int n, const bf16 *w, int valid, int64_t k, const bf16 *
 }
 
 static void blocks(int n, const bf16 *w, int valid, int64_t k, const bf16 *x, int64_t stride, float *sums, const char *next) {
-    int passes = (n + 5) / 6;
+    int passes = (n + ABREAST - 1) / ABREAST;
     for (int p = 0; p < passes; p++) {
         int low = n * p / passes, high = n * (p + 1) / passes;
-        int first = p < 4 ? 4 * p / (passes < 4 ? passes : 4) : 0, last = p < 4 ? 4 * (p + 1) / (passes < 4 ? passes : 4) : 0;
+        int lines = passes == 1 ? 4 : passes == 2 ? 2 : passes == 3 ? 1 + !p : p < 4; /* 4 in all passes together */
         const bf16 *xp = x + low * stride;
         float *to = sums + low * LANES;
         switch (high - low) {
-        case 1: block(1, w, valid, k, xp, stride, to, next, first, last); break;
-        case 2: block(2, w, valid, k, xp, stride, to, next, first, last); break;
-        case 3: block(3, w, valid, k, xp, stride, to, next, first, last); break;
-        case 4: block(4, w, valid, k, xp, stride, to, next, first, last); break;
-        case 5: block(5, w, valid, k, xp, stride, to, next, first, last); break;
-        default: block(6, w, valid, k, xp, stride, to, next, first, last); break;
+        case 1: block(1, w, valid, k, xp, stride, to, next, lines); break;
+#if ABREAST > 2
+        case 2: block(2, w, valid, k, xp, stride, to, next, lines); break;
+        case 3: block(3, w, valid, k, xp, stride, to, next, lines); break;
+        case 4: block(4, w, valid, k, xp, stride, to, next, lines); break;
+        case 5: block(5, w, valid, k, xp, stride, to, next, lines); break;
+#endif
+        default: block(ABREAST, w, valid, k, xp, stride, to, next, lines); break;
         }
+        next += k / 32 * 64 * lines;
     }
 }
 
@@ -291,7 +313,9 @@ static void linear_team(Team me, const Linear *a) {
     share(me, units, &low, &high);
     low *= 4, high = high * 4 < outs ? high * 4 : outs;
     if (low >= high) return;
+    for (int i = 0; i < 128; i++) fetch((const char *)(a->w + low * k) + 64 * i); /* while the norms are computed */
 
+    const int lead = 1 + (int)(LEAD / 8 / k); /* blocks */
     const int direct = !a->norm && k % 32 == 0;
     const int64_t stride = direct ? k : (k + 31) & ~(int64_t)31;
     bf16 *own = direct ? NULL : scratch(0, (size_t)stride * SLAB * sizeof(bf16));
@@ -312,8 +336,9 @@ static void linear_team(Team me, const Linear *a) {
             const int m = (int)(high - o < LANES ? high - o : LANES);
             for (int part = 0; part < parts; part++)
                 for (int b = 0; b < m; b += 4) {
-                    const bf16 *w = a->w + (part * outs + o + b) * k, *next = w + 4 * k;
-                    if (parts == 2 && b + 4 >= m) next = a->w + (part ? o + LANES : outs + o) * k;
+                    const bf16 *w = a->w + (part * outs + o + b) * k;
+                    int64_t later = part * 4 + b / 4 + lead, after = later / 4;
+                    const bf16 *next = a->w + (after % parts * outs + o + after / parts * LANES + later % 4 * 4) * k;
                     blocks(n, w, m - b < 4 ? m - b : 4, k, x, stride, sums[part] + b, (const char *)next);
                 }
             v16 bias = a->bias ? get(a->bias + o, m) : (v16){0};
@@ -342,7 +367,7 @@ typedef struct {
     float eps;
     float *partial;   /* results of single chunks, or NULL: a task does all chunks of its tile */
     int64_t chunks;   /* room for so many chunks of each query row in partial */
-    int64_t next;     /* the next task to take */
+    int64_t *next;    /* the next task to take, shared by the team, 0 at first */
 } Attend;
 
 INLINE int64_t first_seen(const Attend *a, int64_t position) {
@@ -632,10 +657,9 @@ static int find_task(const Attend *a, int64_t wanted, Task *task, int64_t *row, 
     return 0;
 }
 
-INLINE void attend_team(const int wide, Team me, Attend *a) {
+INLINE void attend_team(const int wide, Team me, const Attend *a) {
     const int64_t dim = a->dim, group = a->heads / a->kv_heads, size = wide ? 4 : 2, piece = piece_size(dim);
     const int64_t rows = tile_tokens(a) * group;
-    if (me.id == 0) a->next = 0;
     place_team(wide, me, a);
     BARRIER
 
@@ -644,7 +668,7 @@ INLINE void attend_team(const int wide, Team me, Attend *a) {
     float **pieces = (float **)(own + 2 * rows * piece);
     Task task;
     int64_t row = 0, token = -1, before = 0;
-    while (find_task(a, __atomic_fetch_add(&a->next, 1, __ATOMIC_RELAXED), &task, &row, &token, &before)) {
+    while (find_task(a, __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED), &task, &row, &token, &before)) {
         const int64_t count = (task.end - task.begin) * group;
         for (int64_t r = 0; r < count; r++) {
             int64_t at = (task.begin + r / group) * a->heads + task.kv_head * group + r % group;
@@ -735,12 +759,54 @@ void fr_silu_mul(const void *gate_up, int64_t tokens, int64_t outs, void *y, int
 void fr_attend(int wide, const void *qkv, const int64_t *shape, float eps, const float *cos, const float *sin, const void *q_norm,
                const void *k_norm, void *key_pages, void *value_pages, const int64_t *positions, const int32_t *row_start,
                const int32_t *block_table, void *y, int threads) {
+    int64_t next = 0;
     Attend a = {qkv, q_norm, k_norm, key_pages, value_pages, y, cos, sin, positions, row_start, block_table,
-                shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7], eps, NULL, 0, 0};
+                shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7], eps, NULL, 0, &next};
     plan_attend(&a, threads);
 #pragma omp parallel num_threads(threads)
     {
         if (wide) attend_team(1, team(), &a);
         else attend_team(0, team(), &a);
+    }
+}
+
+typedef struct {
+    const bf16 *attention_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;
+    void *key_pages, *value_pages;
+    int64_t window;
+} Layer;
+
+/* whole decoder layers, one after another, in one team; x [tokens][hidden] is replaced. shape as in fr_attend, without
+ * its window, which is each layer's */
+void fr_layers(const Layer *layers, int64_t count, void *x, int64_t hidden, int64_t inner, const int64_t *shape, float eps, float head_eps,
+               const float *cos, const float *sin, const int64_t *positions, const int32_t *row_start, const int32_t *block_table,
+               int threads) {
+    const int64_t tokens = shape[0], width = shape[4] * shape[6], stacked = width + 2 * shape[5] * shape[6];
+    bf16 *qkv = scratch(2, tokens * (stacked + width + inner) * sizeof(bf16) + count * sizeof(int64_t) + 192);
+    bf16 *mixed = qkv + tokens * stacked, *act = mixed + tokens * width;
+    int64_t *next = (int64_t *)(((uintptr_t)(act + tokens * inner) + 63) & ~(uintptr_t)63);
+    memset(next, 0, count * sizeof(int64_t));
+    Attend plan = {qkv, NULL, NULL, NULL, NULL, mixed, cos, sin, positions, row_start, block_table,
+                   tokens, shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], 0, head_eps, NULL, 0, NULL};
+    plan_attend(&plan, threads);
+#pragma omp parallel num_threads(threads)
+    {
+        const Team me = team();
+        for (int64_t i = 0; i < count; i++) {
+            const Layer *l = layers + i;
+            Attend a = plan;
+            a.q_norm = l->q_norm, a.k_norm = l->k_norm, a.key_pages = l->key_pages, a.value_pages = l->value_pages;
+            a.window = l->window, a.next = next + i;
+            linear_team(me, &(Linear){PLAIN, x, l->attention_norm, l->qkv, l->qkv_bias, NULL, eps, tokens, hidden, stacked, qkv});
+            BARRIER
+            attend_team(0, me, &a);
+            BARRIER
+            linear_team(me, &(Linear){ADD, mixed, NULL, l->out, l->out_bias, x, 0, tokens, width, hidden, x});
+            BARRIER
+            linear_team(me, &(Linear){GATE_UP, x, l->mlp_norm, l->gate_up, NULL, NULL, eps, tokens, hidden, inner, act});
+            BARRIER
+            linear_team(me, &(Linear){ADD, act, NULL, l->down, NULL, x, 0, tokens, inner, hidden, x});
+            BARRIER
+        }
     }
 }

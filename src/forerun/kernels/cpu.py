@@ -13,8 +13,10 @@ import shlex
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-ffp-contract=off", "-Wno
 FEW_TOKENS = 64  # up to so many, the products that read each weight once; above, torch's
 
 PLAIN, ADD, GATE_UP, LOGITS = range(4)
+LAYER_BYTES = 13 * 8  # of struct Layer in cpu.c
 
 
 def cache_folder() -> Path:
@@ -56,8 +59,8 @@ def build(source: Path = SOURCE) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made, linked = Path(folder) / "cpu.o", Path(folder) / "cpu.so"
         # linked without -fopenmp: the OpenMP functions are to be torch's, two runtimes would fight for the cores
-        for command in ([*compiler, *FLAGS, "-c", str(source), "-o", str(made)], [*compiler, "-shared", str(made), "-o", str(linked)]):
-            subprocess.run(command, check=True, capture_output=True, text=True)
+        for arguments in ((*FLAGS, "-c", str(source), "-o", str(made)), ("-shared", str(made), "-o", str(linked))):
+            subprocess.run([*compiler, *arguments], check=True, capture_output=True, text=True)
         os.replace(linked, target)  # whole or not at all, for processes that start together
     return target
 
@@ -84,9 +87,14 @@ def library() -> ctypes.CDLL:
     lib.fr_rms_norm.argtypes = (i, p, n, n, p, f, p, i)
     lib.fr_silu_mul.argtypes = (p, n, n, p, i)
     lib.fr_attend.argtypes = (i, p, p, f, p, p, p, p, p, p, p, p, p, p, i)
-    for function in (lib.fr_linear, lib.fr_rms_norm, lib.fr_silu_mul, lib.fr_attend):
+    lib.fr_layers.argtypes = (p, n, p, n, n, p, f, f, p, p, p, p, p, i)
+    for function in (lib.fr_layers, lib.fr_linear, lib.fr_rms_norm, lib.fr_silu_mul, lib.fr_attend):
         function.restype = None
     return lib
+
+
+def address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
 
 
 class CpuKernels:
@@ -98,7 +106,8 @@ class CpuKernels:
         self.wide = int(dtype == torch.float32)
 
     def _linear(
-        self, kind: int, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, outs: int, residual: Tensor | None
+        self, kind: int, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, outs: int,
+        residual: Tensor | None,
     ) -> Tensor:
         tokens, k = x.shape
         y = torch.empty(tokens, outs, dtype=torch.float32 if kind == LOGITS else self.dtype)
@@ -107,9 +116,8 @@ class CpuKernels:
         if x.dtype != self.dtype or weight.dtype != self.dtype:
             raise TypeError(f"x is {x.dtype} and weight {weight.dtype}, not {self.dtype}")
         self.lib.fr_linear(
-            kind, x.data_ptr(), tokens, k, None if norm is None else norm.data_ptr(), eps, weight.data_ptr(),
-            None if bias is None else bias.data_ptr(), outs, None if residual is None else residual.data_ptr(), y.data_ptr(),
-            torch.get_num_threads(),
+            kind, x.data_ptr(), tokens, k, address(norm), eps, weight.data_ptr(), address(bias), outs, address(residual),
+            y.data_ptr(), torch.get_num_threads(),
         )
         return y
 
@@ -164,27 +172,84 @@ class CpuKernels:
             raise TypeError(f"qkv is {qkv.dtype}, pages {key_pages.dtype}, block table {table.dtype}, cos {cos.dtype}")
         numbers = (ctypes.c_int64 * 8)(tokens, table.shape[0], table.shape[1], key_pages.shape[2], heads, kv_heads, dim, window)
         self.lib.fr_attend(
-            self.wide, qkv.data_ptr(), numbers, eps, cos.data_ptr(), sin.data_ptr(), None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr(), batch.positions.data_ptr(),
-            batch.row_start.data_ptr(), table.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+            self.wide, qkv.data_ptr(), numbers, eps, cos.data_ptr(), sin.data_ptr(), address(q_norm), address(k_norm),
+            key_pages.data_ptr(), value_pages.data_ptr(), batch.positions.data_ptr(), batch.row_start.data_ptr(),
+            table.data_ptr(), y.data_ptr(), torch.get_num_threads(),
         )
         return y
 
 
+class LayerWeights(Protocol):
+    """What `Stack` reads of a decoder layer: models/loading.py's Layer."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Stack:
+    """Consecutive decoder layers with their pages, run by one call for few tokens: what the kernels do one by one, bit for
+    bit, without going back to Python between them. bfloat16 only.
+
+    layers, shapes, keys, values: one of each for every layer; what they point at must stay where it is.
+    """
+
+    def __init__(
+        self, kernels: CpuKernels, layers: Sequence[LayerWeights], shapes: Sequence[AttentionShape], eps: float,
+        keys: Sequence[Tensor], values: Sequence[Tensor],
+    ) -> None:
+        pointers = []
+        for layer, shape, k, v in zip(layers, shapes, keys, values, strict=True):
+            tensors = (layer.attention_norm, layer.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out, layer.out_bias,
+                       layer.mlp_norm, layer.gate_up, layer.down, k, v)
+            for t in tensors:
+                if t is not None and (t.dtype != torch.bfloat16 or not t.is_contiguous()):
+                    raise TypeError(f"weights and pages must be contiguous bfloat16, not {t.dtype}")
+            pointers += [address(t) or 0 for t in tensors] + [shape.window]
+        self.kept = (layers, keys, values)  # alive as long as their addresses are used
+        self.count, self.shape, self.eps = len(layers), shapes[0], eps
+        self.block, self.inner = keys[0].shape[2], layers[0].gate_up.shape[0] // 2
+        self.table = (ctypes.c_int64 * len(pointers))(*pointers)
+        self.run = kernels.lib.fr_layers
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, first: int = 0, last: int | None = None) -> Tensor:
+        """x after the layers first .. last (not included; None: all).  [T,H] -> [T,H], at most FEW_TOKENS tokens."""
+        x = x.clone(memory_format=torch.contiguous_format)
+        heads, kv_heads, dim, _, head_eps = self.shape
+        table = batch.block_table
+        if x.dtype != torch.bfloat16 or table.dtype != torch.int32 or not table.is_contiguous():
+            raise TypeError(f"x is {x.dtype}, block table {table.dtype}")
+        numbers = (ctypes.c_int64 * 7)(x.shape[0], table.shape[0], table.shape[1], self.block, heads, kv_heads, dim)
+        self.run(
+            ctypes.addressof(self.table) + first * LAYER_BYTES, (self.count if last is None else last) - first, x.data_ptr(),
+            x.shape[1], self.inner, numbers, self.eps, head_eps, cos.data_ptr(), sin.data_ptr(), batch.positions.data_ptr(),
+            batch.row_start.data_ptr(), table.data_ptr(), torch.get_num_threads(),
+        )
+        return x
+
+
 @cache
-def _warn(problem: str) -> None:
+def compiled() -> ctypes.CDLL | None:
+    """The library, or None, with a warning, where there is no compiler to make it."""
+    try:
+        return library()
+    except subprocess.CalledProcessError as error:
+        problem = f"the C kernels did not compile ({(error.stderr or str(error)).strip().splitlines()[-1]})"
+    except OSError as error:
+        problem = f"the C kernels cannot be used ({error})"
     warnings.warn(f"{problem}: decoding on the CPU will be slow; install gcc, or set CC to a working C compiler", stacklevel=3)
+    return None
 
 
 def kernels(dtype: torch.dtype) -> Kernels:
     """The fastest kernels that this machine can run for a dtype: C for bfloat16 and float32, where a compiler is found
     (otherwise a warning, once, and plain torch); plain torch for every other dtype."""
-    if dtype not in (torch.bfloat16, torch.float32):
-        return reference
-    try:
-        return CpuKernels(library(), dtype)
-    except subprocess.CalledProcessError as error:
-        _warn(f"the C kernels did not compile ({(error.stderr or str(error)).strip().splitlines()[-1]})")
-    except OSError as error:
-        _warn(f"the C kernels cannot be used ({error})")
-    return reference
+    lib = compiled() if dtype in (torch.bfloat16, torch.float32) else None
+    return reference if lib is None else CpuKernels(lib, dtype)
