@@ -74,8 +74,8 @@ def test_incremental_drafts_equal_drafts_from_scratch(folders: tuple[Path, Path]
     script = np.random.default_rng(0)
     inner = it._step._verify
 
-    def verify(logits, layout, draft):  # type: ignore[no-untyped-def]
-        verdict = inner(logits, layout, draft)
+    def verify(logits, layout, draft, rows):  # type: ignore[no-untyped-def]
+        verdict = inner(logits, layout, draft, rows)
         count = torch.from_numpy(script.integers(1, int(draft.size[0]) + 2, 1))  # commit any number, right or wrong
         tokens = torch.cat((draft.tokens, draft.tokens.new_full((1, 1), 9)), 1)
         tokens[0, int(count) - 1] = 9

@@ -55,13 +55,15 @@ class DraftModel:
         target_vocab = self._sampling.vocab
         probs = torch.zeros(len(slot), width, target_vocab, device=tokens.device) if self._sampled and width else None
 
+        u = noise.block_noise(self._sampling.seed[rows.slot], self._slots.length[rows.slot], width, noise.DRAFT)  # [B,K]
+
         row = np.flatnonzero(size)  # the rows still drafting
         begin = np.minimum(self._computed[slot], length - 1)
         for i in range(width):
             last = length[row] + i  # where the next drafted token stands
             logits = self._forward(slot[row], begin[row], last - begin[row])
             at, on = torch.from_numpy(row).to(tokens.device), torch.from_numpy(slot[row]).to(tokens.device)
-            tokens[at, i], q = self._choose(logits, on, torch.from_numpy(last).to(tokens.device))
+            tokens[at, i], q = self._choose(logits, on, torch.from_numpy(last).to(tokens.device), u[at, i])
             if probs is not None:
                 probs[at, i] = q
             self._slots.tokens[on, torch.from_numpy(last).to(tokens.device)] = tokens[at, i]
@@ -80,7 +82,7 @@ class DraftModel:
             begin, count = begin + part, count - part
         return self._model.forward(self._slots.batch(slot, begin, count, np.cumsum(count) - 1), self._kv).logits
 
-    def _choose(self, logits: Tensor, slot: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, slot: Tensor, position: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Drafted tokens [B] and the distributions [B,V] they come from, shaped by each request's own parameters."""
         known = torch.full((len(logits), self._sampling.vocab), -torch.inf, device=logits.device)
         known[:, : self._vocab] = logits[:, : self._vocab]
@@ -89,4 +91,4 @@ class DraftModel:
         if not self._sampled:
             return shaped.argmax(-1), shaped
         q = self._sampling.probs(shaped, slot, features)
-        return noise.draw(q, self._sampling.uniform(slot, position, noise.DRAFT)), q
+        return noise.draw(q, u), q

@@ -75,7 +75,7 @@ class Step:
 
         committed = [Committed(row, [], 0, []) for row in plan.rows if not row.samples]
         if sampling_rows:
-            verdict = self._verify(logits, layout, draft)
+            verdict = self._verify(logits, layout, draft, rows)
             self.slots.commit(rows.slot, verdict.tokens, verdict.count)
             committed += self._read(sampling_rows, draft, verdict, logits)
         if self.drafter is not None:
@@ -122,7 +122,7 @@ class Step:
             int(position.max(initial=0)),
         )
 
-    def _verify(self, logits: Tensor, layout: Layout, draft: Draft) -> Verdict:
+    def _verify(self, logits: Tensor, layout: Layout, draft: Draft, on: Rows) -> Verdict:
         """The target's distribution at every position of the block, and what it makes of the draft."""
         rows, width = draft.tokens.shape
         features = self.sampling.features(set(layout.slot.tolist()))
@@ -133,11 +133,11 @@ class Step:
             return accept_matching(choice.view(rows, width + 1), draft)
         target = logits.new_zeros(rows * (width + 1), logits.shape[1])
         target[layout.cell] = self.sampling.probs(shaped, layout.slot, features)
-        accept, redraw = target.new_zeros(2, rows * (width + 1), dtype=torch.float64)
-        accept[layout.cell] = self.sampling.uniform(layout.slot, layout.position, noise.ACCEPT)
-        redraw[layout.cell] = self.sampling.uniform(layout.slot, layout.position, noise.REDRAW)
-        shape = (rows, width + 1)
-        return self._accept(target.view(*shape, -1), draft, accept.view(shape)[:, :width], redraw.view(shape))
+        # keyed by where the block starts: a rejected position is drafted again, and its first draft's noise is spent
+        seed, start = self.sampling.seed[on.slot], self.slots.length[on.slot]
+        accept = noise.block_noise(seed, start, width, noise.ACCEPT)
+        redraw = noise.block_noise(seed, start, width + 1, noise.REDRAW)
+        return self._accept(target.view(rows, width + 1, -1), draft, accept, redraw)
 
     def _read(self, rows: list[PlanRow], draft: Draft, verdict: Verdict, logits: Tensor) -> list[Committed]:
         """The verdict on the host, with logprobs where they were asked for."""

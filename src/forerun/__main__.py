@@ -1,0 +1,5 @@
+"""`python -m forerun` is the command `forerun`."""
+
+from forerun.cli import main
+
+main()
