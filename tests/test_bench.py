@@ -5,6 +5,7 @@ what the script says.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -222,7 +223,7 @@ def test_nothing_drafted_is_no_rate_rather_than_zero() -> None:
 def test_drafted_and_never_accepted_is_a_rate_of_zero() -> None:
     wrong = cell(run({"wrong": Script(step_s=0.012, drafted=(4,), accepted=(0,))}).record, "wrong")
     assert wrong.counts.acceptance_rate == 0.0 and wrong.got == 1.0 and wrong.verdict == "slower"
-    assert dict(zip(report.HEADER, report.row(wrong), strict=True))["accepted"] == "0 %"
+    assert dict(zip(report.HEADER, report.row(wrong), strict=True))["accepted"] == "0%"
 
 
 # verdicts
@@ -416,12 +417,13 @@ def test_a_file_that_is_no_record_is_refused() -> None:
 
 def test_terminal_and_markdown_say_the_same() -> None:
     made = run({"fast": FAST, "slow": Script(step_s=0.02, drafted=(4,), accepted=(0,))}, tasks=("copy", "explain")).record
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=200, record=True, file=io.StringIO())
     report.show(made, console)
     shown, written = console.export_text(), report.markdown(made)
     for c in summary.cells(made):
         for figure in report.row(c):
             assert figure in shown and figure in written
+        assert " ".join(report.row(c)) in " ".join(shown.split()), "the whole row, in order"
         said = report.sentence(c, made)
         assert said is None or (said in shown and f"- {said}" in written)
     assert "copy, fast: speculation pays, 1.64 times the baseline's speed (1.64 to 1.64)." in written
@@ -479,3 +481,35 @@ def test_a_plan_says_how_many_batches_it_will_be() -> None:
     made = run({"one": FAST, "two": FAST}, tasks=("copy", "explain"), control=True, repetitions=2)
     plan = embedded.Plan(("copy", "explain"), tuple(a for a in arms.parse(("ngram", "suffix"))), repetitions=2, control=True)
     assert plan.batches == len(made.record.batches) == 2 * 4 * 3
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    made = run({"ngram k=4": FAST, "suffix": Script(step_s=0.1, drafted=(16, 0), accepted=(9, 0))}).record
+    console = Console(width=80, record=True, file=io.StringIO())
+    report.show(made, console)
+    shown = console.export_text()
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+    for c in summary.cells(made):
+        assert " ".join(report.row(c)[:-1]) in " ".join(shown.split()), "no figure is cut off or wrapped"
+    perfect = run({"a drafter with a long name": Script(drafted=(16,), accepted=(16,), step_s=0.0001)}).record
+    console = Console(width=80, record=True, file=io.StringIO())
+    report.show(perfect, console)
+    words = console.export_text().split()
+    for figure in report.row(cell(perfect, "a drafter with a long name"))[1:-1]:
+        assert set(figure.split()) <= set(words), "names and positions may wrap; figures are whole"
+
+
+def test_a_hopeless_spread_is_not_answered_with_more_repetitions() -> None:
+    scripts = {BASELINE: Script(noise=0.0), "arm": Script(step_s=0.0098)}
+    made = run(scripts).record
+
+    def uneven(batch: Batch) -> Batch:
+        return (
+            dataclasses.replace(batch, wall_s=batch.wall_s * (3.0 if batch.repetition % 2 else 0.3))
+            if batch.arm == "arm"
+            else batch
+        )
+
+    uneven_record = dataclasses.replace(made, batches=tuple(uneven(b) for b in made.batches))
+    said = str(report.sentence(cell(uneven_record, "arm"), uneven_record))
+    assert "not enough data" in said and "quieter" in said and "--repetitions" not in said

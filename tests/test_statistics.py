@@ -112,8 +112,11 @@ def test_verdict_of_an_interval(low: float, high: float, margin: float, expected
 
 
 def test_pairs_needed() -> None:
-    wide = Ratio(5, 1.0, 1 / 1.1, 1.1)  # (ln 1.1 / ln 1.05)^2 = 3.82 times the pairs
+    wide = Ratio(5, 1.0, 1 / 1.1, 1.1)  # to be as narrow as the resolution: (ln 1.1 / ln 1.05)^2 = 3.82 times the pairs
     assert pairs_needed(wide) == 20
+    unclear = Ratio(5, 1.5, 1.5 / 1.6, 1.5 * 1.6)  # to be clear of 1.01: (ln 1.6 / ln (1.5 / 1.01))^2 = 1.41 times the pairs
+    assert pairs_needed(unclear) == 8
+    assert pairs_needed(Ratio(5, 1 / 1.5, 1 / 2.4, 1.6 / 1.5)) == 8, "slower by as much needs as many"
     assert pairs_needed(Ratio(5, 1.0, 0.99, 1.01)) == 5
     assert pairs_needed(Ratio(1, 1.0, None, None)) is None
 

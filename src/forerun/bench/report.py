@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +14,7 @@ from rich.text import Text
 from forerun.bench.record import Difference, Record
 from forerun.bench.statistics import pairs_needed
 from forerun.bench.summary import Cell, cells, margin, noise
-from forerun.bench.workloads import TASKS
+from forerun.bench.workloads import TASKS, VARIANTS
 
 NEAR_TIE = 0.5  # in log-probability: wider than rounding in bfloat16 moves two logits of one forward pass apart
 POSITIONS = 4  # draft positions shown in a table; the record has them all
@@ -31,6 +32,18 @@ HEADER = (
     "identical",
     "verdict",
 )
+NARROW = (
+    "arm",
+    "tokens\n/s",
+    "speed-up\n[95 %]",
+    "ms/\nstep",
+    "accep-\nted",
+    "tokens\n/step",
+    "by\nposition",
+    "draf-\nted",
+    "ident-\nical",
+)
+WIDE = 100  # columns from which the verdict fits into the table; it is in the sentence below in any case
 LEGEND = (
     "accepted: of the drafted tokens. tokens/step: acceptance length, 1 + accepted / verify steps. by position: share of steps "
     "accepted up to there, in %. identical: greedy answers equal to the baseline's, token by token. –: does not apply."
@@ -38,25 +51,13 @@ LEGEND = (
 STYLE = {"faster": "green", "slower": "red", "no difference": "cyan", "not enough data": "yellow"}
 
 
-def terminal(record: Record) -> Iterator[RenderableType]:
-    """What to print, top to bottom."""
+def terminal(record: Record, width: int) -> Iterator[RenderableType]:
+    """What to print on a terminal of that many columns, top to bottom."""
     yield Text(title(record))
     for task, of_task in by_task(record):
-        table = Table(
-            title=f"{task}: {TASKS[task].about}",
-            title_justify="left",
-            title_style="bold",
-            padding=(0, 1),
-            collapse_padding=True,
-        )
-        for i, name in enumerate(HEADER):
-            table.add_column(name, justify="left" if i in (0, len(HEADER) - 1) else "right")
-        for cell in of_task:
-            *figures, call = row(cell)
-            style = STYLE.get(call, "")
-            table.add_row(*figures, f"[{style}]{call}[/]" if style else call)
         yield Text()
-        yield table
+        yield Text(f"{task}: {TASKS[task].about}", style="bold")
+        yield _table(of_task, (*NARROW, HEADER[-1]) if width >= WIDE else NARROW)
         for cell in of_task:
             if (said := sentence(cell, record)) is not None:
                 yield Text(said, style=STYLE[cell.verdict] if cell.verdict else "")
@@ -64,6 +65,19 @@ def terminal(record: Record) -> Iterator[RenderableType]:
     yield Text(LEGEND, style="dim")
     for warning in warnings(record):
         yield Text(f"Note: {warning}", style="yellow")
+
+
+def _table(of_task: list[Cell], header: tuple[str, ...]) -> Table:
+    """The columns of the header, which are the first ones of each row."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    for i, name in enumerate(header):
+        wraps = HEADER[i] in ("arm", "by position", "verdict")  # so that a figure is never cut off for want of room
+        left = HEADER[i] in ("arm", "verdict")
+        table.add_column(Text(name), justify="left" if left else "right", no_wrap=not wraps, min_width=9 if wraps else None)
+    for cell in of_task:
+        figures = row(cell)[: len(header)]
+        table.add_row(*[Text(f, style=STYLE.get(f, "")) for f in figures])
+    return table
 
 
 def markdown(record: Record) -> str:
@@ -79,7 +93,7 @@ def markdown(record: Record) -> str:
 
 
 def show(record: Record, console: Console) -> None:
-    for part in terminal(record):
+    for part in terminal(record, console.width):
         console.print(part)
 
 
@@ -104,19 +118,19 @@ def row(cell: Cell) -> list[str]:
     """One line of the table, in the order of HEADER."""
     counts = cell.counts
     drafts = counts.drafted > 0
-    joint = [f"{100 * j:.0f}" for j in counts.joint[:POSITIONS]] + ["…"] * (len(counts.joint) > POSITIONS)
+    joint = " ".join(f"{100 * j:.0f}" for j in counts.joint[:POSITIONS]) + "…" * (len(counts.joint) > POSITIONS)
     speedup = "–"
     if cell.speedup is not None:
         r = cell.speedup
-        speedup = f"{r.mean:.2f}" + (f" [{r.low:.2f}, {r.high:.2f}]" if r.low is not None and r.high is not None else "")
+        speedup = f"{r.mean:.2f}" + (f" [{r.low:.2f},{r.high:.2f}]" if r.low is not None and r.high is not None else "")
     return [
         cell.arm,
         _number(cell.tokens_per_s, 1),
         speedup,
-        _number(None if cell.step_s is None else 1000 * cell.step_s, 2),
+        _number(None if cell.step_s is None else 1000 * cell.step_s, 1),
         _percent(counts.acceptance_rate),
         _number(cell.got, 2),
-        " ".join(joint) if drafts else "–",
+        joint if drafts else "–",
         _percent(counts.drafting_steps / counts.steps) if drafts else "–",
         f"{cell.identical[0]}/{cell.identical[1]}" if cell.identical else "–",
         cell.verdict or "–",
@@ -135,8 +149,16 @@ def sentence(cell: Cell, record: Record) -> str | None:
         said = f"{cell.task}, {cell.arm}: not enough data to say whether it pays"
         if r is None:
             return said + "; no pair of batches was completed."
-        more = pairs_needed(r)
-        remedy = f" Try --repetitions {max(more, r.pairs + 1)}." if more else " Try --repetitions 5 or more."
+        more, most = (
+            pairs_needed(r, margin(record, cell.task)),
+            VARIANTS // record.settings.concurrency - record.settings.warmups,
+        )
+        if more is None:
+            remedy = " Try --repetitions 5 or more."
+        elif more <= most:
+            remedy = f" Try --repetitions {max(more, r.pairs + 1)}."
+        else:
+            remedy = " That is too uneven for more repetitions to settle: measure on a quieter machine."
         return f"{said}: {spread} over {r.pairs} pair{'s' * (r.pairs > 1)}.{remedy}"
     call = {
         "faster": "speculation pays",
@@ -247,4 +269,4 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f} %"
+    return "–" if value is None else f"{100 * value:.0f}%"

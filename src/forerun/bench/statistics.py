@@ -77,8 +77,9 @@ def verdict(
     return "not enough data"
 
 
-def pairs_needed(ratio: Ratio, resolution: float = RESOLUTION) -> int | None:
-    """About how many pairs would narrow this interval to `resolution` either side, the spread staying what it is.
+def pairs_needed(ratio: Ratio, margin: float = MARGIN, resolution: float = RESOLUTION) -> int | None:
+    """About how many pairs would give a verdict, ratio and spread staying what they are: until the interval is clear of the
+    margin, or as narrow as `resolution`, whichever comes first.
 
     None where the spread is unknown. The interval shrinks with the square root of the pairs; the smaller t of more pairs
     is left out, which errs on the side of more.
@@ -86,7 +87,8 @@ def pairs_needed(ratio: Ratio, resolution: float = RESOLUTION) -> int | None:
     if ratio.low is None or ratio.high is None:
         return None
     half = (math.log(ratio.high) - math.log(ratio.low)) / 2
-    return max(ratio.pairs, MINIMUM_PAIRS, math.ceil(ratio.pairs * (half / math.log1p(resolution)) ** 2))
+    enough = max(math.log1p(resolution), abs(math.log(ratio.mean)) - math.log1p(margin))
+    return max(ratio.pairs, MINIMUM_PAIRS, math.ceil(ratio.pairs * (half / enough) ** 2))
 
 
 def median(values: Sequence[float]) -> float | None:
