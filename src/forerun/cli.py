@@ -492,11 +492,11 @@ def _print_stats(drafts: DraftStats, tokens: int, first_s: float, end_s: float) 
 
 
 def share_cores() -> None:
-    """Let threads that wait for one another spin for tens of microseconds, then sleep, unless the user has set this already.
+    """Let threads that wait for one another spin briefly, then sleep, unless the user has set this already.
     GNU OpenMP spins for milliseconds: beside any other busy program, waiting for a thread that is not running then takes the
     cores away from it, and a step was measured at 20 to 40 times its time. Works before torch is imported only."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def main() -> None:
