@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels
-from forerun.kernels.cpu import kernels
+from forerun.kernels.cpu import CpuKernels, Stack, kernels
 
 HIDDEN, INNER, LAYERS, VOCAB = 576, 1536, 30, 49152
 SHAPE = AttentionShape(9, 3, 64)
@@ -52,9 +52,10 @@ def random(*shape: int) -> Tensor:
 class Layer:
     def __init__(self, pages: int) -> None:
         self.qkv = random((SHAPE.heads + 2 * SHAPE.kv_heads) * SHAPE.head_dim, HIDDEN)
+        self.qkv_bias = self.q_norm = self.k_norm = self.out_bias = None
         self.out = random(HIDDEN, SHAPE.heads * SHAPE.head_dim)
         self.gate_up, self.down = random(2 * INNER, HIDDEN), random(HIDDEN, INNER)
-        self.norm = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        self.norm = self.attention_norm = self.mlp_norm = torch.ones(HIDDEN, dtype=torch.bfloat16)
         self.keys, self.values = torch.randn(2, pages, SHAPE.kv_heads, BLOCK, SHAPE.head_dim).bfloat16()
 
 
@@ -112,11 +113,18 @@ def main() -> None:
     angles = torch.arange(1024)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
     cos, sin = angles.cos(), angles.sin()
     weights_gb = sum(w.nbytes for ws, _, _ in products.values() for w in ws) / 1e9
+    stack = None
+    if isinstance(k, CpuKernels):
+        stack = Stack(k, layers, [SHAPE] * LAYERS, EPS, [y.keys for y in layers], [y.values for y in layers])
     for rows in (1, 2, 5, 9, 16, 32):
         batch, x = one_row(300, rows), random(rows, HIDDEN)
-        took = seconds(lambda: step(k, layers, head, x, cos, sin, batch), 2 * repeats)  # noqa: B023
-        print(f"step of {rows:2} tokens, context 300: {took * 1e3:6.2f} ms, {weights_gb / took:.1f} GB/s")
-        result[f"step_{rows}_ms"] = round(took * 1e3, 3)
+        took = [seconds(lambda: step(k, layers, head, x, cos, sin, batch), 2 * repeats)]  # noqa: B023
+        if stack is not None:
+            whole = stack
+            took.append(seconds(lambda: k.norm_logits(whole(x, cos, sin, batch), norm, EPS, head), 2 * repeats))  # noqa: B023
+        told = ", layers in one call: ".join(f"{t * 1e3:6.2f} ms ({weights_gb / t:.1f} GB/s)" for t in took)
+        print(f"step of {rows:2} tokens, context 300: {told}")
+        result[f"step_{rows}_ms"] = [round(t * 1e3, 3) for t in took]
     print(json.dumps(result))
 
 

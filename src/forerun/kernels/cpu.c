@@ -66,7 +66,10 @@ INLINE v16 max16(v16 a, v16 b) {
     return (v16)(((i16)a & m) | ((i16)b & ~m));
 }
 
-INLINE float sum16(v16 v) { /* always this tree */
+INLINE float sum16(v16 v) { /* always by the same tree */
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
     float t[16];
     store(t, v);
     for (int w = 8; w; w >>= 1)
@@ -75,6 +78,9 @@ INLINE float sum16(v16 v) { /* always this tree */
 }
 
 INLINE float peak16(v16 v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     float t[16];
     store(t, v);
     float m = t[0];
@@ -305,7 +311,20 @@ INLINE v16 get(const bf16 *p, int count) {
     return widen(h);
 }
 
-static void linear_team(Team me, const Linear *a) {
+/* From so many tokens on the team shares out the norms, into room [tokens][k], where each thread else does them all. */
+enum { SHARED_NORMS = 16 };
+
+static void linear_team(Team me, const Linear *a, bf16 *room) {
+    if (a->norm && a->tokens >= SHARED_NORMS) {
+        int64_t from, to;
+        share(me, a->tokens, &from, &to);
+        for (int64_t t = from; t < to; t++) norm_row(0, a->x + t * a->k, a->norm, a->eps, a->k, room + t * a->k);
+        Linear normed = *a;
+        normed.x = room, normed.norm = NULL;
+        BARRIER
+        linear_team(me, &normed, NULL);
+        return;
+    }
     const int64_t k = a->k, outs = a->outs;
     const int parts = a->kind == GATE_UP ? 2 : 1;
     int64_t units, low, high;
@@ -429,6 +448,12 @@ INLINE void place_team(const int wide, Team me, const Attend *a) {
 /* Packs 16 keys as 32-bit words (a float or a pair of bfloat16), word by word: to[d][key]. keys[i] NULL: zeros. */
 static void pack_keys(const char *const *keys, int64_t words, uint32_t *to) {
     int64_t d = 0;
+    int any = 0;
+    for (int i = 0; i < 16; i++) any |= keys[i] != NULL;
+    if (!any) {
+        memset(to, 0, words * 64);
+        return;
+    }
 #ifdef __AVX512F__
     for (; d + 16 <= words; d += 16) {
         __m512i r[16], t[16];
@@ -550,26 +575,32 @@ INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, 
     const int64_t rows = (task->end - task->begin) * group, words = dim * size / 4, padded = (dim + 15) & ~(int64_t)15;
     const int64_t from = first_seen(a, a->positions[task->begin]), to = a->positions[task->end - 1] + 1;
     const int64_t start = c * CHUNK, stop = start + CHUNK < to ? start + CHUNK : to;
-    const int vectors = (int)((stop - start + 15) / 16), units = wide ? vectors * 16 : vectors * 8;
+    const int vectors = (int)((stop - start + 63) / 64) * 4, units = wide ? vectors * 16 : vectors * 8;
 
     uint32_t *keys = (uint32_t *)room;                    /* [vector][words][16] */
     uint32_t *values = keys + words * CHUNK;              /* [unit][padded] */
     float *scores = (float *)(values + padded * CHUNK);   /* [rows][CHUNK], then the weights in the dtype */
 
-    for (int v = 0; v < vectors; v++) {
-        const char *key[16], *value[16];
-        for (int i = 0; i < 16; i++) {
-            int64_t p = start + 16 * v + i;
-            int64_t at = p >= from && p < stop ? page_at(a, task->row, task->kv_head, p) * size : -1;
-            key[i] = at < 0 ? NULL : (const char *)a->key_pages + at;
-            value[i] = at < 0 ? NULL : (const char *)a->value_pages + at;
+    int64_t page = start / a->block_size, at = start % a->block_size, base = -1;
+    const char *key_at[CHUNK], *value_at[CHUNK]; /* NULL: not seen */
+    for (int i = 0; i < vectors * 16; i++) {
+        key_at[i] = value_at[i] = NULL;
+        if (start + i >= from && start + i < stop) {
+            if (base < 0) base = page_at(a, task->row, task->kv_head, page * a->block_size) * size;
+            key_at[i] = (const char *)a->key_pages + base + at * dim * size;
+            value_at[i] = (const char *)a->value_pages + base + at * dim * size;
+            for (int64_t line = 0; line < dim * size; line += 64) fetch(key_at[i] + line), fetch(value_at[i] + line);
         }
+        if (++at == a->block_size) page++, at = 0, base = -1;
+    }
+    for (int v = 0; v < vectors; v++) {
+        const char *const *key = key_at + 16 * v, *const *value = value_at + 16 * v;
         pack_keys(key, words, keys + v * words * 16);
         if (wide) {
             for (int i = 0; i < 16; i++) {
-                uint32_t *at = values + (v * 16 + i) * padded;
-                if (value[i]) memcpy(at, value[i], dim * 4);
-                else memset(at, 0, dim * 4);
+                uint32_t *to = values + (v * 16 + i) * padded;
+                if (value[i]) memcpy(to, value[i], dim * 4);
+                else memset(to, 0, dim * 4);
             }
         } else {
             for (int i = 0; i < 16; i += 2)
@@ -588,7 +619,7 @@ INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, 
         }
         for (int v = 0; v < vectors; v += 4) {
             for (int r = 0; r < n; r++) right[r] = scores + (r0 + r) * CHUNK + v * 16;
-            outer_rows(wide, n, vectors - v < 4 ? vectors - v : 4, words, left, keys + v * words * 16, words * 16, 16, right);
+            outer_rows(wide, n, 4, words, left, keys + v * words * 16, words * 16, 16, right);
         }
         for (int r = 0; r < n; r++) {
             float *s = scores + (r0 + r) * CHUNK, *piece = pieces[r0 + r];
@@ -715,11 +746,21 @@ static void plan_attend(Attend *a, int threads) {
 
 /* ------------------------------------------------------------------------------------------------ exported */
 
+/* whether the processor multiplies bfloat16 */
+int fr_native(void) {
+#ifdef NATIVE_BF16
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 void fr_linear(int kind, const void *x, int64_t tokens, int64_t k, const void *norm, float eps, const void *w, const void *bias,
                int64_t outs, const void *residual, void *y, int threads) {
     Linear a = {kind, x, norm, w, bias, residual, eps, tokens, k, outs, y};
+    bf16 *room = norm && tokens >= SHARED_NORMS ? scratch(2, tokens * k * sizeof(bf16)) : NULL;
 #pragma omp parallel num_threads(threads)
-    linear_team(team(), &a);
+    linear_team(team(), &a, room);
 }
 
 void fr_rms_norm(int wide, const void *x, int64_t tokens, int64_t k, const void *norm, float eps, void *y, int threads) {
@@ -782,9 +823,9 @@ void fr_layers(const Layer *layers, int64_t count, void *x, int64_t hidden, int6
                const float *cos, const float *sin, const int64_t *positions, const int32_t *row_start, const int32_t *block_table,
                int threads) {
     const int64_t tokens = shape[0], width = shape[4] * shape[6], stacked = width + 2 * shape[5] * shape[6];
-    bf16 *qkv = scratch(2, tokens * (stacked + width + inner) * sizeof(bf16) + count * sizeof(int64_t) + 192);
-    bf16 *mixed = qkv + tokens * stacked, *act = mixed + tokens * width;
-    int64_t *next = (int64_t *)(((uintptr_t)(act + tokens * inner) + 63) & ~(uintptr_t)63);
+    bf16 *qkv = scratch(2, tokens * (stacked + width + inner + hidden) * sizeof(bf16) + count * sizeof(int64_t) + 192);
+    bf16 *mixed = qkv + tokens * stacked, *act = mixed + tokens * width, *normed = act + tokens * inner;
+    int64_t *next = (int64_t *)(((uintptr_t)(normed + tokens * hidden) + 63) & ~(uintptr_t)63);
     memset(next, 0, count * sizeof(int64_t));
     Attend plan = {qkv, NULL, NULL, NULL, NULL, mixed, cos, sin, positions, row_start, block_table,
                    tokens, shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], 0, head_eps, NULL, 0, NULL};
@@ -797,15 +838,16 @@ void fr_layers(const Layer *layers, int64_t count, void *x, int64_t hidden, int6
             Attend a = plan;
             a.q_norm = l->q_norm, a.k_norm = l->k_norm, a.key_pages = l->key_pages, a.value_pages = l->value_pages;
             a.window = l->window, a.next = next + i;
-            linear_team(me, &(Linear){PLAIN, x, l->attention_norm, l->qkv, l->qkv_bias, NULL, eps, tokens, hidden, stacked, qkv});
+            linear_team(me, &(Linear){PLAIN, x, l->attention_norm, l->qkv, l->qkv_bias, NULL, eps, tokens, hidden, stacked, qkv},
+                        normed);
             BARRIER
             attend_team(0, me, &a);
             BARRIER
-            linear_team(me, &(Linear){ADD, mixed, NULL, l->out, l->out_bias, x, 0, tokens, width, hidden, x});
+            linear_team(me, &(Linear){ADD, mixed, NULL, l->out, l->out_bias, x, 0, tokens, width, hidden, x}, normed);
             BARRIER
-            linear_team(me, &(Linear){GATE_UP, x, l->mlp_norm, l->gate_up, NULL, NULL, eps, tokens, hidden, inner, act});
+            linear_team(me, &(Linear){GATE_UP, x, l->mlp_norm, l->gate_up, NULL, NULL, eps, tokens, hidden, inner, act}, normed);
             BARRIER
-            linear_team(me, &(Linear){ADD, act, NULL, l->down, NULL, x, 0, tokens, inner, hidden, x});
+            linear_team(me, &(Linear){ADD, act, NULL, l->down, NULL, x, 0, tokens, inner, hidden, x}, normed);
             BARRIER
         }
     }

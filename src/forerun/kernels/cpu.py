@@ -1,6 +1,6 @@
 """The kernels on the CPU: compiles cpu.c when it is first needed, and calls it. Knows where the compiled file is kept,
-that it has to share torch's OpenMP threads, and from how many tokens on torch's matrix product is the faster one; what
-the kernels compute is in reference.py, how in cpu.c.
+that it has to share torch's OpenMP threads, and when torch's matrix product is the faster one; what the
+kernels compute is in reference.py, how in cpu.c.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from forerun.kernels import AttentionShape, Batch, Kernels, reference
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-ffp-contract=off", "-Wno-psabi", "-w")
-FEW_TOKENS = 64  # up to so many, the products that read each weight once; above, torch's
+FEW_TOKENS = 64  # on processors that do not multiply bfloat16: from more tokens on torch's products are faster
 
 PLAIN, ADD, GATE_UP, LOGITS = range(4)
 LAYER_BYTES = 13 * 8  # of struct Layer in cpu.c
@@ -98,12 +99,17 @@ def address(t: Tensor | None) -> int | None:
 
 
 class CpuKernels:
-    """The kernels for bfloat16 or float32; `kernels` chooses. Up to FEW_TOKENS tokens, each output of a bfloat16 layer is
-    rounded alike however many tokens there are, so a verify step rounds as plain decoding does; attention always."""
+    """The kernels for bfloat16 or float32; `kernels` chooses. Each output of a bfloat16 layer and of attention is rounded
+    alike whatever the other tokens of a batch, so a verify step rounds as plain decoding does, and a prompt in chunks as
+    in one piece. (Layers of more than FEW_TOKENS tokens are torch's, and so rounded otherwise, where the processor does
+    not multiply bfloat16. float32 layers always are.)
+
+    most: up to so many tokens the layers are computed here."""
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.lib, self.dtype = lib, dtype
         self.wide = int(dtype == torch.float32)
+        self.most = 0 if self.wide else sys.maxsize if lib.fr_native() else FEW_TOKENS
 
     def _linear(
         self, kind: int, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, outs: int,
@@ -121,21 +127,18 @@ class CpuKernels:
         )
         return y
 
-    def _few(self, x: Tensor) -> bool:
-        return not self.wide and x.shape[0] <= FEW_TOKENS
-
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._few(x):
+        if x.shape[0] <= self.most:
             return self._linear(PLAIN, x, norm, eps, weight, bias, weight.shape[0], None)
         return F.linear(self.rms_norm(x, norm, eps), weight, bias)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        if self._few(x):
+        if x.shape[0] <= self.most:
             return self._linear(ADD, x, None, 0.0, weight, bias, weight.shape[0], residual)
         return F.linear(x, weight, bias).add_(residual)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        if self._few(x):
+        if x.shape[0] <= self.most:
             return self._linear(GATE_UP, x, norm, eps, weight, None, weight.shape[0] // 2, None)
         gate_up = F.linear(self.rms_norm(x, norm, eps), weight)
         if self.wide:
@@ -147,7 +150,7 @@ class CpuKernels:
         return y
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        if self._few(x):
+        if x.shape[0] <= self.most:
             return self._linear(LOGITS, x, norm, eps, weight, None, weight.shape[0], None)
         return F.linear(self.rms_norm(x, norm, eps), weight).float()
 
@@ -195,8 +198,8 @@ class LayerWeights(Protocol):
 
 
 class Stack:
-    """Consecutive decoder layers with their pages, run by one call for few tokens: what the kernels do one by one, bit for
-    bit, without going back to Python between them. bfloat16 only.
+    """Consecutive decoder layers with their pages, run by one call: what the kernels do one by one, bit for bit (where
+    they take no product of torch's), without going back to Python between them. bfloat16 only.
 
     layers, shapes, keys, values: one of each for every layer; what they point at must stay where it is.
     """
@@ -220,7 +223,7 @@ class Stack:
         self.run = kernels.lib.fr_layers
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, first: int = 0, last: int | None = None) -> Tensor:
-        """x after the layers first .. last (not included; None: all).  [T,H] -> [T,H], at most FEW_TOKENS tokens."""
+        """x after the layers first .. last (not included; None: all).  [T,H] -> [T,H]"""
         x = x.clone(memory_format=torch.contiguous_format)
         heads, kv_heads, dim, _, head_eps = self.shape
         table = batch.block_table
