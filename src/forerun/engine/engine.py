@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from forerun.engine.policy import Policy
 from forerun.engine.scheduler import Scheduler, Sequence
 from forerun.engine.slots import Slots
 from forerun.engine.stats import DraftStats
-from forerun.engine.step import Committed, Step
+from forerun.engine.step import Committed, Flight, RaggedStep, Stepper, Times
 from forerun.engine.text import Detokenizer, TextStream
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
@@ -73,7 +74,8 @@ class Engine:
         self.kv = target.kv_cache(pages.count + 1, config.block_size)
         self.drafter = make_drafter(self.slots, self.sampling, self.kv)
         block = speculation is not None and speculation.rejection_sample_method == "block"
-        self._step = Step(target, self.kv, self.slots, self.sampling, self.drafter, block)
+        self._step: Stepper = RaggedStep(target, self.kv, self.slots, self.sampling, self.drafter, block)
+        self._flights: deque[Flight] = deque()
         self.scheduler = Scheduler(pages, Policy(speculation), config.max_num_seqs, config.max_num_batched_tokens)
         self.stats = EngineStats()
         self._vocab = model.vocab_size
@@ -148,51 +150,49 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether a request is under way."""
         return bool(self._live)
 
     def step(self) -> list[Event]:
-        """One step of all that runs; what it did, an event for each request it touched."""
+        """Launch one step of all that runs and read the one that is due; what that did, an event for each request."""
         start = time.perf_counter()
         plan = self.scheduler.plan()
-        for slot in plan.preempted:
-            self._leave(slot, finished=False)
+        for sequence, slot in plan.preempted:
+            self._step.release(sequence, slot, finished=False)
         for sequence in plan.admitted:
             self._admit(sequence)
-        for row in plan.rows:
-            self._lay_pages(row.sequence)
-        if not plan.rows:
-            return []
-        committed, times = self._step.run(plan)
-        events = [event for one in committed if (event := self._commit(one)) is not None]
+        spent = Times(0.0, 0.0, 0.0)
+        if plan.rows:
+            self._flights.append(self._step.launch(plan))
+            for row in plan.rows:
+                self.scheduler.launch(row)
+        due = len(self._flights) > self._step.lag or (self._flights and not plan.rows)
+        events: list[Event] = []
+        if due:
+            flight = self._flights.popleft()
+            committed = flight.read()
+            spent = flight.times
+            events = [event for one in committed if (event := self._commit(one)) is not None]
+            self.stats.steps += 1
 
         stats = self.stats
-        stats.steps += 1
         stats.preemptions += len(plan.preempted)
-        stats.draft_s += times.draft
-        stats.forward_s += times.forward
-        stats.verify_s += times.verify
-        stats.other_s += time.perf_counter() - start - sum(times)
+        stats.draft_s += spent.draft
+        stats.forward_s += spent.forward
+        stats.verify_s += spent.verify
+        stats.other_s += time.perf_counter() - start - sum(spent)
         return events
 
     def _admit(self, sequence: Sequence) -> None:
-        self.slots.set(sequence.slot, sequence.ids)
-        sequence.laid = 0
         sequence.admitted_at = sequence.admitted_at or time.perf_counter()
-        self.sampling.set(sequence.slot, sequence.request)
         self.stats.cached_tokens += sequence.computed
-        if self.drafter is not None:
-            self.drafter.admit(sequence.slot, sequence.request)
-
-    def _lay_pages(self, sequence: Sequence) -> None:
-        """Write the pages it got since last time into its block table."""
-        new = sequence.pages[sequence.laid :]
-        if new:
-            self.slots.block_table[sequence.slot, sequence.laid : len(sequence.pages)] = torch.tensor(new, dtype=torch.int32)
-            sequence.laid = len(sequence.pages)
+        self._step.admit(sequence)
 
     def _commit(self, one: Committed) -> Event | None:
         """Cut the block where the request ends; count, publish and report what is left of it."""
         row, sequence = one.row, one.row.sequence
+        if row.stale:
+            return None
         if not row.samples:
             self.scheduler.commit(row, [])
             self.stats.prompt_tokens += row.pending
@@ -207,7 +207,6 @@ class Engine:
         self.stats.prompt_tokens += prompt
         self.stats.output_tokens += len(tokens)
         if reason is not None:
-            self.slots.length[sequence.slot] = len(sequence.ids)  # what ran past the stop is not history
             self._end(sequence)
         return Event(sequence.request.id, tuple(tokens), text, tuple(one.logprobs[: len(tokens)]), reason)
 
@@ -231,9 +230,4 @@ class Engine:
         slot = self.scheduler.finish(sequence)
         del self._live[sequence.request.id], self._texts[sequence.request.id]
         if slot >= 0:
-            self._leave(slot, finished=True)
-
-    def _leave(self, slot: int, finished: bool) -> None:
-        if self.drafter is not None:
-            self.drafter.release(slot, finished)
-        self.sampling.clear(slot)
+            self._step.release(sequence, slot, finished=True)

@@ -3,6 +3,10 @@ pages, and sends sequences back to wait when pages run out. Knows no torch; what
 
     ids of a sequence:  | computed: keys and values are in its pages | pending: committed, not computed yet |
     a prompt is pending until its chunks are done; a decoding sequence has one pending token, the last one committed.
+
+The next step may be planned before the last one was read (on CUDA it is): a step is `launch`ed, which takes its pending
+tokens as computed, and later `commit`ted. In between its rows are in flight: they will have committed 1 .. k + 1 tokens
+that the host has not seen, and plans count with the most.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from forerun.types import Request
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request under way. serial and published belong to the prefix cache: its last published page and how many;
+    """One request under way. turn: how often it left a slot; flying: steps in flight that
+    commit tokens for it; ahead: the most they commit. serial and published belong to the prefix cache: its last published page and how many;
     laid: how many of its pages stand in the slot's block table;
     admitted_at: when it first got a slot (perf_counter seconds)."""
 
@@ -27,6 +32,9 @@ class Sequence:
     ids: list[int]
     computed: int = 0
     slot: int = -1
+    turn: int = 0
+    flying: int = 0
+    ahead: int = 0
     pages: list[int] = field(default_factory=list)
     serial: int = ROOT
     published: int = 0
@@ -45,25 +53,39 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        return len(self.ids) - self.computed
+        """Committed tokens to compute, those included that steps in flight leave behind (each at least its last)."""
+        return len(self.ids) + self.flying - self.computed
+
+    @property
+    def longest(self) -> int:
+        """How many tokens it may have by now."""
+        return len(self.ids) + self.ahead
 
 
 class PlanRow(NamedTuple):
     """A sequence's part in a step: `pending` committed tokens are computed and up to k drafted ones verified.
-    samples: the pending ones are all there are, so the step commits new tokens for it."""
+    samples: the pending ones are all there are, so the step commits new tokens for it; turn: which of its turns in a
+    slot this is."""
 
     sequence: Sequence
     pending: int
     k: int
     samples: bool
+    turn: int
+
+    @property
+    def stale(self) -> bool:
+        """The sequence left the slot while the step was in flight."""
+        return self.turn != self.sequence.turn
 
 
 class Plan(NamedTuple):
-    """rows in the order of the step; admitted: those that came in with it; preempted: slots given up for it."""
+    """rows in the order of the step; admitted: those that came in with it; preempted: those that had to leave for it,
+    with the slots they left."""
 
     rows: list[PlanRow]
     admitted: list[Sequence]
-    preempted: list[int]
+    preempted: list[tuple[Sequence, int]]
 
 
 class Scheduler:
@@ -83,10 +105,10 @@ class Scheduler:
         """The next step. Every decoding row gets its one token; then prompts get at least half of what is left of the
         budget, so that drafts cannot starve them; then drafts; what drafts leave goes to prompts too. Drafts never
         preempt: they take what pages are free."""
-        preempted: list[int] = []
-        decoding = [s for s in self.running if s.pending == 1]
+        preempted: list[tuple[Sequence, int]] = []
+        decoding = [s for s in self.running if s.pending == 1 and s.remaining > s.flying]  # else it is sure to have ended
         for sequence in decoding:
-            self._make_room(sequence, len(sequence.ids), preempted)
+            self._make_room(sequence, sequence.longest, preempted)
         decoding = [s for s in decoding if s.slot >= 0]
         prefilling = [s for s in self.running if s.pending > 1]
 
@@ -97,11 +119,11 @@ class Scheduler:
         rows: list[PlanRow] = []
         running = len(self.running)
         for sequence in decoding:
-            k = min(self.policy.k(running, sequence.remaining), for_drafts)
-            k = self._grow(sequence, len(sequence.ids), k)
+            k = min(self.policy.k(running, sequence.remaining - sequence.flying), for_drafts)
+            k = self._grow(sequence, sequence.longest, k)
             for_drafts -= k
             left -= k
-            rows.append(PlanRow(sequence, 1, k, True))
+            rows.append(PlanRow(sequence, 1, k, True, sequence.turn))
 
         for sequence in prefilling:
             if sequence.slot < 0 or left == 0:
@@ -111,10 +133,10 @@ class Scheduler:
             if sequence.slot < 0:
                 continue
             left -= chunk
-            rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending))
+            rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.turn))
 
         admitted = [] if preempted else self._admit(left, rows)
-        rows = [row for row in rows if row.sequence.slot >= 0]  # a later row may have preempted an earlier one's sequence
+        rows = [row for row in rows if not row.stale]  # a later row may have preempted an earlier one's sequence
         return Plan(rows, admitted, preempted)
 
     def _admit(self, left: int, rows: list[PlanRow]) -> list[Sequence]:
@@ -136,7 +158,7 @@ class Scheduler:
             admitted.append(sequence)
             chunk = min(sequence.pending, left)
             left -= chunk
-            rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending))
+            rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.turn))
         return admitted
 
     def _grow(self, sequence: Sequence, tokens: int, k: int) -> int:
@@ -146,7 +168,7 @@ class Scheduler:
             sequence.pages += self.pages.allocate(min(wanted, self.pages.free))
         return min(k, len(sequence.pages) * self.pages.block_size - tokens)
 
-    def _make_room(self, sequence: Sequence, tokens: int, preempted: list[int]) -> None:
+    def _make_room(self, sequence: Sequence, tokens: int, preempted: list[tuple[Sequence, int]]) -> None:
         """Pages for so many tokens, sending the sequences that came last back to wait until there are enough."""
         while sequence.slot >= 0:
             wanted = self.pages.needed(tokens) - len(sequence.pages)
@@ -155,20 +177,30 @@ class Scheduler:
                     sequence.pages += self.pages.allocate(wanted)
                 return
             last = self.running[-1]
-            preempted.append(last.slot)
+            preempted.append((last, last.slot))
             self._leave(last)
             last.computed, last.serial, last.published = 0, ROOT, 0
+            last.flying = last.ahead = 0  # what is in flight is not read: the same tokens will come again
             self.waiting.appendleft(last)
 
+    def launch(self, row: PlanRow) -> None:
+        """The row's step is on its way."""
+        row.sequence.computed += row.pending
+        if row.samples:
+            row.sequence.flying += 1
+            row.sequence.ahead += row.k + 1
+
     def commit(self, row: PlanRow, tokens: list[int]) -> None:
-        """A step computed the row's pending tokens and committed these (none while its prompt is not through).
+        """The row's step committed these tokens (none while its prompt is not through).
         Rejecting is not advancing: keys and values of rejected drafts lie past `computed` and get overwritten."""
         sequence = row.sequence
-        accepted = max(len(tokens) - 1, 0)
-        sequence.computed += row.pending + accepted
-        sequence.ids += tokens
+        if row.samples:
+            sequence.flying -= 1
+            sequence.ahead -= row.k + 1
+            sequence.computed += len(tokens) - 1  # the accepted drafts
+            sequence.ids += tokens
         size = self.pages.block_size
-        while (sequence.published + 1) * size <= sequence.computed:
+        while (sequence.published + 1) * size <= min(sequence.computed, len(sequence.ids)):
             begin = sequence.published * size
             page = sequence.pages[sequence.published]
             sequence.serial = self.pages.publish(page, sequence.serial, sequence.ids[begin : begin + size])
@@ -188,3 +220,4 @@ class Scheduler:
         self._slots.append(sequence.slot)
         self.pages.release(sequence.pages)
         sequence.slot, sequence.pages = -1, []
+        sequence.turn += 1

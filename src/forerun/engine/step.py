@@ -6,14 +6,14 @@ ends is the engine's.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.drafters import Drafter, Rows
-from forerun.engine.scheduler import Plan, PlanRow
+from forerun.engine.scheduler import Plan, PlanRow, Sequence
 from forerun.engine.slots import Slots
 from forerun.kernels import Batch
 from forerun.models.decoder import KVCache, Target
@@ -41,6 +41,40 @@ class Times(NamedTuple):
     verify: float
 
 
+class Flight(Protocol):
+    """A step on its way."""
+
+    def read(self) -> list[Committed]:
+        """What it did, once that is known."""
+
+    times: Times
+
+
+class Stepper(Protocol):
+    """Makes steps. lag: how many steps are launched before the first of them is read."""
+
+    lag: int
+
+    def admit(self, sequence: Sequence) -> None:
+        """The sequence takes its slot."""
+
+    def release(self, sequence: Sequence, slot: int, finished: bool) -> None:
+        """It leaves the slot, ended (finished: the slots may show its last tokens) or to resume later."""
+
+    def launch(self, plan: Plan) -> Flight:
+        """Start the step."""
+
+
+class Done(NamedTuple):
+    """A step that was read as it was made."""
+
+    committed: list[Committed]
+    times: Times
+
+    def read(self) -> list[Committed]:
+        return self.committed
+
+
 class Layout(NamedTuple):
     """A step's rows as the flat tokens of a forward pass. batch: what the target computes; slot, position: [N], of each
     position that is verified, whose token is chosen and where that token will stand; cell: [N], its place in a padded
@@ -53,7 +87,11 @@ class Layout(NamedTuple):
     longest: int
 
 
-class Step:
+class RaggedStep:
+    """Steps whose rows are laid end to end, each as long as it is, and read at once: the host makes and sees every one."""
+
+    lag = 0
+
     def __init__(
         self, target: Target, kv: KVCache, slots: Slots, sampling: SamplingState, drafter: Drafter | None, block: bool
     ) -> None:
@@ -61,9 +99,24 @@ class Step:
         self.target, self.kv, self.slots, self.sampling, self.drafter = target, kv, slots, sampling, drafter
         self._accept = accept_block if block else accept_ratio
 
+    def admit(self, sequence: Sequence) -> None:
+        self.slots.set(sequence.slot, sequence.ids)
+        sequence.laid = 0
+        self.sampling.set(sequence.slot, sequence.request)
+        if self.drafter is not None:
+            self.drafter.admit(sequence.slot, sequence.request)
+
+    def release(self, sequence: Sequence, slot: int, finished: bool) -> None:
+        self.slots.length[slot] = len(sequence.ids)  # what ran past a stop is not history
+        if self.drafter is not None:
+            self.drafter.release(slot, finished)
+        self.sampling.clear(slot)
+
     @torch.inference_mode()
-    def run(self, plan: Plan) -> tuple[list[Committed], Times]:
+    def launch(self, plan: Plan) -> Done:
         start = time.perf_counter()
+        for row in plan.rows:
+            self._lay_pages(row.sequence)
         sampling_rows = [row for row in plan.rows if row.samples]
         rows = self._rows(sampling_rows)
         draft = self._draft(rows)
@@ -80,7 +133,14 @@ class Step:
             committed += self._read(sampling_rows, draft, verdict, logits)
         if self.drafter is not None:
             self.drafter.observe(rows)
-        return committed, Times(drafted - start, computed - drafted, time.perf_counter() - computed)
+        return Done(committed, Times(drafted - start, computed - drafted, time.perf_counter() - computed))
+
+    def _lay_pages(self, sequence: Sequence) -> None:
+        """Write the pages it got since last time into its block table."""
+        new = sequence.pages[sequence.laid :]
+        if new:
+            self.slots.block_table[sequence.slot, sequence.laid : len(sequence.pages)] = torch.tensor(new, dtype=torch.int32)
+            sequence.laid = len(sequence.pages)
 
     def _rows(self, rows: list[PlanRow]) -> Rows:
         device = self.slots.length.device
