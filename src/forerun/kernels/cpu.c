@@ -470,7 +470,8 @@ static void pack_keys(const char *const *keys, int64_t words, uint32_t *to) {
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
             __m512i ab0 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x44), ab1 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xee);
-            __m512i cd0 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x44), cd1 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xee);
+            __m512i cd0 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x44);
+            __m512i cd1 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xee);
             uint32_t *at = to + (d + c) * 16;
             _mm512_storeu_si512(at, _mm512_shuffle_i32x4(ab0, cd0, 0x88));
             _mm512_storeu_si512(at + 64, _mm512_shuffle_i32x4(ab0, cd0, 0xdd));
@@ -512,7 +513,8 @@ INLINE void outer(const int wide, const int rows, int vectors, int64_t count, co
     if (vectors == 4) {
         for (int64_t i = 0; i < count; i++) {
             const uint32_t *at = b + i * step;
-            u16 p = load_words(at), q = load_words(at + vector_step), s = load_words(at + 2 * vector_step), t = load_words(at + 3 * vector_step);
+            u16 p = load_words(at), q = load_words(at + vector_step);
+            u16 s = load_words(at + 2 * vector_step), t = load_words(at + 3 * vector_step);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) {
                 u16 x = word(a[r] + i);
@@ -630,8 +632,8 @@ INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, 
                 v16 x = load(s + 16 * v) * scale;
                 int64_t first = start + 16 * v;
                 if (first + 15 > position || first < seen) {
-                    int64_t most = position - first, least = seen - first; /* lanes least .. most are seen */
-                    i16 ok = (lane <= (int32_t)(most > 16 ? 16 : most < -1 ? -1 : most)) & (lane >= (int32_t)(least > 16 ? 16 : least < 0 ? 0 : least));
+                    int32_t most = (int32_t)(position - first), least = (int32_t)(seen - first); /* lanes least .. most are seen */
+                    i16 ok = (lane <= most) & (lane >= least);
                     x = (v16)(((i16)x & ok) | ((i16)splat(NEG_INF) & ~ok));
                 }
                 store(s + 16 * v, x);
@@ -694,8 +696,9 @@ INLINE void attend_team(const int wide, Team me, const Attend *a) {
     place_team(wide, me, a);
     BARRIER
 
-    char *room = scratch(0, (dim * size + ((dim + 15) & ~(int64_t)15) * 4 + rows * 4) * CHUNK + 2 * rows * (piece * 4 + 8) + 64);
-    float *own = (float *)(room + (dim * size + ((dim + 15) & ~(int64_t)15) * 4 + rows * 4) * CHUNK); /* [2][rows][piece] */
+    const int64_t packed = (dim * size + ((dim + 15) & ~(int64_t)15) * 4 + rows * 4) * CHUNK; /* what `chunk` needs */
+    char *room = scratch(0, packed + 2 * rows * (piece * 4 + 8) + 64);
+    float *own = (float *)(room + packed); /* [2][rows][piece] */
     float **pieces = (float **)(own + 2 * rows * piece);
     Task task;
     int64_t row = 0, token = -1, before = 0;
@@ -819,9 +822,9 @@ typedef struct {
 
 /* whole decoder layers, one after another, in one team; x [tokens][hidden] is replaced. shape as in fr_attend, without
  * its window, which is each layer's */
-void fr_layers(const Layer *layers, int64_t count, void *x, int64_t hidden, int64_t inner, const int64_t *shape, float eps, float head_eps,
-               const float *cos, const float *sin, const int64_t *positions, const int32_t *row_start, const int32_t *block_table,
-               int threads) {
+void fr_layers(const Layer *layers, int64_t count, void *x, int64_t hidden, int64_t inner, const int64_t *shape, float eps,
+               float head_eps, const float *cos, const float *sin, const int64_t *positions, const int32_t *row_start,
+               const int32_t *block_table, int threads) {
     const int64_t tokens = shape[0], width = shape[4] * shape[6], stacked = width + 2 * shape[5] * shape[6];
     bf16 *qkv = scratch(2, tokens * (stacked + width + inner + hidden) * sizeof(bf16) + count * sizeof(int64_t) + 192);
     bf16 *mixed = qkv + tokens * stacked, *act = mixed + tokens * width, *normed = act + tokens * inner;
