@@ -304,7 +304,7 @@ def bench(
             rich_help_panel=RUN,
             help="Measured batches for each arm and task; below 4 there is no verdict.",
         ),
-    ] = 5,
+    ] = 8,
     warmups: Annotated[
         int, typer.Option("--warmups", rich_help_panel=RUN, help="Batches before those, short and not counted.")
     ] = 1,

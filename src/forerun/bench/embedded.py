@@ -32,7 +32,7 @@ class Plan:
 
     tasks: tuple[str, ...]
     candidates: tuple[Arm, ...]
-    repetitions: int = 5
+    repetitions: int = 8
     warmups: int = 1
     warmup_tokens: int = 32
     max_tokens: int = 128
@@ -43,7 +43,7 @@ class Plan:
     def __post_init__(self) -> None:
         find(self.tasks)
         require(bool(self.candidates), "arms", (), "give at least one arm, for instance ngram")
-        require(self.repetitions >= 1, "repetitions", self.repetitions, "give 1 or more, for instance 5")
+        require(self.repetitions >= 1, "repetitions", self.repetitions, "give 1 or more, for instance 8")
         require(self.warmups >= 0, "warmups", self.warmups, "give 0 or more, for instance 1")
         require(self.warmup_tokens >= 1, "warmup_tokens", self.warmup_tokens, "give 1 or more, for instance 32")
         require(self.max_tokens >= 2, "max_tokens", self.max_tokens, "give 2 or more, for instance 128")

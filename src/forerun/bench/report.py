@@ -154,7 +154,7 @@ def sentence(cell: Cell, record: Record) -> str | None:
             VARIANTS // record.settings.concurrency - record.settings.warmups,
         )
         if more is None:
-            remedy = " Try --repetitions 5 or more."
+            remedy = " Try --repetitions 8."
         elif more <= most:
             remedy = f" Try --repetitions {max(more, r.pairs + 1)}."
         else:
