@@ -84,7 +84,12 @@ def against_transformers(loaded: LoadedModel, repetitions: int, tokens: int) -> 
 
     theirs = AutoModelForCausalLM.from_pretrained(loaded.folder, dtype=torch.bfloat16).eval()
     prompt = torch.tensor([ids_of(loaded, "copy", 0)])
-    settings = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens, "attention_mask": torch.ones_like(prompt)}
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": tokens,
+        "min_new_tokens": tokens,
+        "attention_mask": torch.ones_like(prompt),
+    }
     plain, ngram = LLM(loaded, kv_cache_tokens=KV), LLM(loaded, speculative_config=NGRAM, kv_cache_tokens=KV)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
@@ -163,6 +168,7 @@ def throughput(loaded: LoadedModel, repetitions: int, tokens: int) -> dict[str, 
 
 def tasks(loaded: LoadedModel, repetitions: int) -> dict[str, Any]:
     """For each task: n-gram's speed-up over plain, its mean tokens a step, and the share of a step that is not the target."""
+
     class Quiet:
         def began(self, *_: Any) -> None:
             pass
@@ -171,7 +177,9 @@ def tasks(loaded: LoadedModel, repetitions: int) -> dict[str, Any]:
             pass
 
     plan = Plan(TASKS, parse(("ngram",)), repetitions=repetitions)
-    record = measure(plan, loaded.name, lambda arm: LLM(loaded, speculative_config=arm.speculation, kv_cache_tokens=KV), Quiet())
+    record = measure(
+        plan, loaded.name, lambda arm: LLM(loaded, speculative_config=arm.speculation, kv_cache_tokens=KV), Quiet()
+    )
     found: dict[str, Any] = {}
     for task in TASKS:
         arms: dict[str, list[Any]] = {}
@@ -250,7 +258,11 @@ def main() -> None:
     bar("step of 9 rows / step of 1 row", statistics.median(times["9"]) / statistics.median(times["1"]), most=1.3)
     found = record["tasks"] = tasks(loaded, repetitions - 1 if given.quick else 5)
     for task, one in found.items():
-        bar(f"{task}: n-gram speed-up / tokens a step ({one['tokens_per_step']:.2f})", one["speedup"] / one["tokens_per_step"], least=0.85)
+        bar(
+            f"{task}: n-gram speed-up / tokens a step ({one['tokens_per_step']:.2f})",
+            one["speedup"] / one["tokens_per_step"],
+            least=0.85,
+        )
         bar(f"{task}: drafting, verifying, bookkeeping / step", one["not_target"], most=0.10)
     samples = record["random_text"] = random_text(loaded, repetitions, tokens)
     bar("random text: n-gram / plain", ratio(samples, "ngram", "plain"), least=0.97)

@@ -23,10 +23,9 @@ from forerun.types import Request
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request under way. turn: how often it left a slot; flying: steps in flight that
-    commit tokens for it; ahead: the most they commit. serial and published belong to the prefix cache: its last published page and how many;
-    laid: how many of its pages stand in the slot's block table;
-    admitted_at: when it first got a slot (perf_counter seconds)."""
+    """One request under way. turn: how often it left a slot; flying: steps in flight that commit tokens for it; ahead: the
+    most they commit. serial and published belong to the prefix cache: its last published page and how many; laid: how many
+    of its pages stand in the slot's block table; admitted_at: when it first got a slot (perf_counter seconds)."""
 
     request: Request
     ids: list[int]

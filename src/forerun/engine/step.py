@@ -47,7 +47,8 @@ class Flight(Protocol):
     def read(self) -> list[Committed]:
         """What it did, once that is known."""
 
-    times: Times
+    @property
+    def times(self) -> Times: ...
 
 
 class Stepper(Protocol):

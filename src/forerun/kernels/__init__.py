@@ -1,13 +1,18 @@
 """The few operations that a decoder is made of, each fused as far as a decode step wants it, in several forms that
 agree: plain torch (reference.py, the slow twin of the others, for any device and dtype), C for bfloat16 on the CPU
-(cpu.py, cpu.c). What a decoder computes is in models/decoder.py; here is only how.
+(cpu.py, cpu.c), Triton for CUDA (cuda.py). Here is a decoder's layer, and how it is computed; what stands around the
+layers is in models/decoder.py.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from forerun.models.loading import Layer
 
 
 class Batch(NamedTuple):
@@ -34,6 +39,18 @@ class AttentionShape(NamedTuple):
     head_dim: int
     window: int = 0
     eps: float = 1e-6
+
+
+class Layers(NamedTuple):
+    """All layers of a decoder with the pages they write to, and the tables that turn q and k; one of each for every layer."""
+
+    weights: Sequence[Layer]
+    shapes: Sequence[AttentionShape]
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    key_pages: Sequence[Tensor]
+    value_pages: Sequence[Tensor]
 
 
 class Kernels(Protocol):
@@ -64,3 +81,24 @@ class Kernels(Protocol):
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         """[T,H] -> [T,H]"""
+
+    def bind(self, layers: Layers) -> RunLayers:
+        """What runs some of these layers: `one_by_one`, or the same in fewer calls."""
+
+
+class RunLayers(Protocol):
+    def __call__(self, x: Tensor, batch: Batch, first: int, last: int) -> Tensor:
+        """x after the layers first .. last - 1.  [T,H] -> [T,H]"""
+
+
+def one_by_one(run: Kernels, layers: Layers, x: Tensor, batch: Batch, first: int, last: int) -> Tensor:
+    """A decoder's layers.  [T,H] -> [T,H]"""
+    _, shapes, eps, cos, sin, keys, values = layers
+    for i in range(first, last):
+        w = layers.weights[i]
+        qkv = run.norm_linear(x, w.attention_norm, eps, w.qkv, w.qkv_bias)  # [T, (heads + 2 kv_heads) * D]
+        mixed = run.attend(qkv, shapes[i], cos, sin, w.q_norm, w.k_norm, keys[i], values[i], batch)  # [T, heads * D]
+        x = run.linear_add(mixed, w.out, w.out_bias, x)
+        gated = run.norm_gate_up(x, w.mlp_norm, eps, w.gate_up)  # [T,I]
+        x = run.linear_add(gated, w.down, None, x)
+    return x

@@ -15,15 +15,18 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels import AttentionShape, Batch, Kernels, reference
+from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, one_by_one, reference
+
+if TYPE_CHECKING:
+    from forerun.models.loading import Layer
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-ffp-contract=off", "-Wno-psabi", "-w")
@@ -161,6 +164,18 @@ class CpuKernels:
         self.lib.fr_rms_norm(self.wide, x.data_ptr(), tokens, k, norm.data_ptr(), eps, y.data_ptr(), torch.get_num_threads())
         return y
 
+    def bind(self, layers: Layers) -> RunLayers:
+        if self.most == 0:
+            return partial(one_by_one, self, layers)
+        stack = Stack(self, layers.weights, layers.shapes, layers.eps, layers.key_pages, layers.value_pages)
+
+        def run(x: Tensor, batch: Batch, first: int, last: int) -> Tensor:
+            if x.shape[0] > self.most:
+                return one_by_one(self, layers, x, batch, first, last)
+            return stack(x, layers.cos, layers.sin, batch, first, last)
+
+        return run
+
     def attend(
         self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
         key_pages: Tensor, value_pages: Tensor, batch: Batch,
@@ -182,21 +197,6 @@ class CpuKernels:
         return y
 
 
-class LayerWeights(Protocol):
-    """What `Stack` reads of a decoder layer: models/loading.py's Layer."""
-
-    attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
 class Stack:
     """Consecutive decoder layers with their pages, run by one call: what the kernels do one by one, bit for bit (where
     they take no product of torch's), without going back to Python between them. bfloat16 only.
@@ -205,7 +205,7 @@ class Stack:
     """
 
     def __init__(
-        self, kernels: CpuKernels, layers: Sequence[LayerWeights], shapes: Sequence[AttentionShape], eps: float,
+        self, kernels: CpuKernels, layers: Sequence[Layer], shapes: Sequence[AttentionShape], eps: float,
         keys: Sequence[Tensor], values: Sequence[Tensor],
     ) -> None:
         pointers = []

@@ -5,12 +5,15 @@ attention gathers its pages and calls torch's scaled_dot_product_attention; noth
 from __future__ import annotations
 
 import itertools
+import sys
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels import AttentionShape, Batch
+from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one
 
 
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -81,3 +84,8 @@ def attend(
             q[begin:end].transpose(0, 1)[None], keys[None], values[None], mask, enable_gqa=True
         )[0].transpose(0, 1)
     return out.view(total, heads * dim)
+
+
+def bind(layers: Layers) -> RunLayers:
+    this: Any = sys.modules[__name__]  # a module is a fine set of kernels
+    return partial(one_by_one, this, layers)

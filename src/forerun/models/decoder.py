@@ -1,9 +1,10 @@
-"""The target model: a decoder of the Llama family, from token ids to logits. What it computes is here, in one loop over
-the layers; how the operations are done is the kernels' affair, and the shapes are the config's.
+"""The target model: a decoder of the Llama family, from token ids to logits. What stands around the layers is here; what
+a layer does is in kernels/__init__.py (`one_by_one`), how is the kernels' affair, and the shapes are the config's.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels import AttentionShape, Batch, Kernels, reference
+from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, reference
 from forerun.models import loading, rope
 from forerun.models.config import ModelConfig
 from forerun.models.loading import Weights
@@ -38,6 +39,7 @@ class KVCache:
         # zeros and not just any memory: what lies past a sequence's end is multiplied by 0, which a NaN would survive
         self.keys = torch.zeros(shape, dtype=dtype, device=device).unbind()
         self.values = torch.zeros(shape, dtype=dtype, device=device).unbind()
+        self.bound: tuple[Kernels, RunLayers] | None = None  # the target's layers, once they have run on this cache
 
 
 class Target:
@@ -86,24 +88,29 @@ class Target:
         """An empty KV cache of this model's shape, dtype and device."""
         return KVCache(self.config, pages, block_size, self.dtype, self.device)
 
-    def forward(self, batch: Batch, kv: KVCache, layers: tuple[int, ...] = ()) -> Forward:
+    def _bind(self, kernels: Kernels, kv: KVCache) -> RunLayers:
+        """The layers on the pages of this cache, bound once for each pair."""
+        if kv.bound is None or kv.bound[0] is not kernels:
+            layers = Layers(self.weights.layers, self.shapes, self.config.eps, self.cos, self.sin, kv.keys, kv.values)
+            kv.bound = (kernels, kernels.bind(layers))
+        return kv.bound[1]
+
+    def forward(
+        self, batch: Batch, kv: KVCache, layers: tuple[int, ...] = (), kernels: Kernels | None = None
+    ) -> Forward:
         """Run the batch's tokens, write their keys and values into the pages, and give the logits where asked.
-        layers: whose inputs to keep as hidden states, 0 .. number of layers (the last: what goes into the final norm)."""
-        run, eps, weights = self.kernels, self.config.eps, self.weights
+        layers: whose inputs to keep as hidden states, 0 .. number of layers (the last: what goes into the final norm).
+        kernels: others than the target's own, for this pass."""
+        weights, run = self.weights, kernels or self.kernels
+        run_layers = self._bind(run, kv)
         kept: dict[int, Tensor] = {}
         x = F.embedding(batch.ids, weights.embedding)  # [T,H]
-        for i, layer in enumerate(weights.layers):
-            if i in layers:
-                kept[i] = x
-            qkv = run.norm_linear(x, layer.attention_norm, eps, layer.qkv, layer.qkv_bias)  # [T, (heads + 2 kv_heads) * D]
-            mixed = run.attend(
-                qkv, self.shapes[i], self.cos, self.sin, layer.q_norm, layer.k_norm, kv.keys[i], kv.values[i], batch
-            )  # [T, heads * D]
-            x = run.linear_add(mixed, layer.out, layer.out_bias, x)
-            gated = run.norm_gate_up(x, layer.mlp_norm, eps, layer.gate_up)  # [T,I]
-            x = run.linear_add(gated, layer.down, None, x)
+        cuts = sorted({0, *layers, len(weights.layers)})
+        for first, last in pairwise(cuts):
+            kept[first] = x
+            x = run_layers(x, batch, first, last)
         kept[len(weights.layers)] = x
-        logits = run.norm_logits(x[batch.logits_at], weights.norm, eps, weights.head)  # [N,V]
+        logits = run.norm_logits(x[batch.logits_at], weights.norm, self.config.eps, weights.head)  # [N,V]
         return Forward(logits, tuple(kept[i] for i in layers))
 
 
