@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forerun.bench.arms import BASELINE, CONTROL, Arm
-from forerun.bench.record import Answer, ArmRecord, Batch, Counts, Difference, Machine, Record, Settings, Times
+from forerun.bench.record import Answer, ArmRecord, Batch, Counts, Difference, Load, Machine, Record, Settings, Times
 from forerun.bench.workloads import VARIANTS, Prompt, Task, find
+from forerun.engine.stats import DraftStats
 from forerun.types import SamplingParams, require
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class Plan:
         """The baseline first."""
         again = (Arm(CONTROL, None),) if self.control else ()
         return (Arm(BASELINE, None), *self.candidates, *again)
+
+    @property
+    def load(self) -> Load:
+        return Load("concurrency", self.concurrency, requests=self.concurrency)
 
     @property
     def batches(self) -> int:
@@ -123,6 +128,7 @@ def measure(
         plan.concurrency,
         CONTROL if plan.control else None,
         plan.seed,
+        (plan.load,),
     )
     return Record(started, clock() - begin, finished, _versions(), _machine(load), settings, tuple(batches), tuple(differences))
 
@@ -142,7 +148,9 @@ def _measure_task(
             watcher.began(task.name, arm, repetition, warmup)
             params = [_params(task, prompt, tokens, plan.seed, arms[arm]) for prompt in prompts]
             answers, times, wall = _send(llms[arm], prompts, params, clock)
-            batch = Batch(task.name, arm, repetition, len(batches), warmup, wall, answers, times)
+            batch = Batch(
+                task.name, arm, repetition, len(batches), warmup, wall, answers, times, plan.load, _total(answers)
+            )
             batches.append(batch)
             watcher.ended(batch)
 
@@ -206,6 +214,15 @@ def _answer(prompt: Prompt, output: Output) -> Answer:
     )
 
 
+def _total(answers: Sequence[Answer]) -> Counts:
+    sum_ = DraftStats()
+    for c in (answer.counts for answer in answers):
+        sum_.add(DraftStats(c.steps, c.drafting_steps, c.drafted, c.accepted, list(c.drafted_at), list(c.accepted_at)))
+    return Counts(
+        sum_.steps, sum_.drafting_steps, sum_.drafted, sum_.accepted, tuple(sum_.drafted_at), tuple(sum_.accepted_at)
+    )
+
+
 def _differences(plan: Plan, task: Task, baseline: LLM, batches: list[Batch]) -> list[Difference]:
     """Where greedy answers left the baseline's. The baseline answers those prompts once more, up to there, with logprobs, so
     that its margin at that position is known; the timed runs carry no logprobs."""
@@ -222,7 +239,7 @@ def _differences(plan: Plan, task: Task, baseline: LLM, batches: list[Batch]) ->
             if position < min(len(ours.token_ids), len(theirs.token_ids)):
                 prompt = task.prompt((plan.warmups + batch.repetition) * plan.concurrency + index)
                 gap = _gap(baseline, task, prompt, position, theirs.token_ids)
-            found.append(Difference(task.name, batch.arm, batch.repetition, index, position, gap))
+            found.append(Difference(task.name, batch.arm, batch.repetition, index, position, gap, plan.load))
     return found
 
 

@@ -1,21 +1,47 @@
 """What a run leaves behind: its settings, the machine, the versions and every raw sample, as frozen values that go to JSON
 and come back equal. Knows no engine and derives no figure; summary.py and report.py read nothing but this.
+
+Schema 2 has everything of schema 1 and adds loads, servers and chunks; files of schema 1 are still read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from forerun.types import SettingError
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)
+
+LoadKind = Literal["concurrency", "poisson", "trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How the requests of a batch arrive. concurrency: `concurrency` requests are kept in flight, a new one sent when one ends
+    (1: a single stream). poisson: open loop, `rate` requests a second on average, sent whether or not earlier ones have
+    ended. trace: open loop, at the times of a recorded trace, divided by `speed`. requests: how many a batch has."""
+
+    kind: LoadKind = "concurrency"
+    concurrency: int = 1
+    rate: float | None = None
+    requests: int = 1
+    speed: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """Short and distinct among the loads of a run: c=8, 2.5/s, trace."""
+        if self.kind == "poisson":
+            return f"{self.rate:g}/s"
+        return "trace" if self.kind == "trace" else f"c={self.concurrency}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +57,39 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of an arm's engine beside its settings; None: not to be had. command: how it was launched, secrets left
+    out. kv_tokens: tokens that its KV cache holds. startup_s: from launch to ready. memory_bytes: resident, of all its
+    processes, when ready. scheduler: what the log or the API says of it ("async scheduling", "model runner"). fallbacks:
+    lines of the log in which the engine says that it does something other than asked; warnings: others that matter here."""
+
+    engine: str
+    version: str | None = None
+    url: str | None = None
+    command: tuple[str, ...] = ()
+    kv_tokens: int | None = None
+    startup_s: float | None = None
+    memory_bytes: int | None = None
+    scheduler: dict[str, str] = dataclasses.field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ArmRecord:
     """One side of the comparison: speculation is what was asked for (None: no drafter), engine the settings in force."""
 
     name: str
     speculation: dict[str, Any] | None
     engine: dict[str, Any]
+    facts: Facts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked of the run. arms: in their order, the reference first. concurrency: requests of a batch."""
+    """What was asked of the run. arms: in their order, the reference first. concurrency: of the first load. loads: every
+    task is measured under each. engine: forerun for the one in this process, else the server's kind. command: the command line
+    that repeats the run, secrets left out."""
 
     model: str
     tasks: tuple[str, ...]
@@ -54,6 +102,9 @@ class Settings:
     concurrency: int
     control: str | None
     seed: int
+    loads: tuple[Load, ...] = (Load(),)
+    engine: str = "forerun"
+    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +119,52 @@ class Counts:
     accepted_at: tuple[int, ...]
 
 
+NOT_COUNTED = Counts(0, 0, 0, 0, (), ())
+"""No steps: the engine gives no drafting counts for a single request."""
+
+
+class Chunk(NamedTuple):
+    """A piece of an answer as it arrived, at_s after the request was scheduled. tokens: how many it holds, None if the server
+    does not say; chars: of text."""
+
+    at_s: float
+    tokens: int | None
+    chars: int
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request. Seconds since it was sent: queued_s to its first step, ttft_s to its first token, e2e_s to its end."""
+    """One request. Seconds since it was scheduled: sent_s until it was sent, queued_s to its first step (None: not known),
+    ttft_s to its first content, e2e_s to its end (of a failed one: until it failed). scheduled_s: since the batch began.
+
+    output_tokens: as the server's usage says; None: the number of token_ids. token_ids: empty if the server gives none.
+    failure: why it counts as failed, None if it does not; a failed request is credited no tokens. usage: as the server sent it.
+    """
 
     prompt: str
     prompt_tokens: int
     token_ids: tuple[int, ...]
     finish_reason: str
-    queued_s: float
+    queued_s: float | None
     ttft_s: float
     e2e_s: float
     counts: Counts
     text: str
+    output_tokens: int | None = None
+    scheduled_s: float = 0.0
+    sent_s: float = 0.0
+    chunks: tuple[Chunk, ...] = ()
+    failure: str | None = None
+    usage: dict[str, Any] | None = None
 
     @property
     def failed(self) -> bool:
-        return self.finish_reason not in ("stop", "length") or not self.token_ids
+        return self.failure is not None or self.finish_reason not in ("stop", "length") or not self.tokens
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens."""
+        return len(self.token_ids) if self.output_tokens is None else self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +180,40 @@ class Times:
     cached_tokens: int
 
 
+TIMES_UNKNOWN = Times(0, 0.0, 0.0, 0.0, 0.0, 0)
+"""No steps and no seconds: the engine does not say where its time went."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCounters:
+    """What a server has counted since it started, read from its metrics; None: it has no such counter. drafts: sequence steps
+    that had a draft. accepted_at: accepted up to the first, second, ... draft position. *_s with *_count: sum and number of
+    its histogram, over requests that have ended. cached_tokens: prompt tokens found in the prefix cache."""
+
+    drafts: float | None = None
+    draft_tokens: float | None = None
+    accepted_tokens: float | None = None
+    accepted_at: tuple[float, ...] = ()
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    cached_tokens: float | None = None
+    preemptions: float | None = None
+    queue_s: float | None = None
+    queue_count: float | None = None
+    prefill_s: float | None = None
+    prefill_count: float | None = None
+    decode_s: float | None = None
+    decode_count: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What was measured at once: `concurrency` requests sent together to one arm. Batches of different arms with the same
-    task and repetition got the same prompts and form a pair. order: its place in the run. warmup: not to be counted."""
+    """What was measured at once: the requests of one load sent to one arm. Batches of different arms with the same task, load
+    and repetition got the same prompts and form a pair. order: its place in the run. warmup: not to be counted.
+
+    drafting: the drafting counts of the whole batch where the engine gives them, per request or by its counters; None: it
+    does not. Where its `steps` is 0 but something was drafted, the engine does not count steps. before, after: the server's
+    counters around the batch. notes: what makes it doubtful (traffic of others, counters that fell)."""
 
     task: str
     arm: str
@@ -113,13 +223,18 @@ class Batch:
     wall_s: float
     answers: tuple[Answer, ...]
     times: Times
+    load: Load = Load()
+    drafting: Counts | None = None
+    before: ServerCounters | None = None
+    after: ServerCounters | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Where a greedy answer of an arm first left the reference's. gap: the reference's log-probability of its own token there
     less that of the next best; a small one is a near-tie that rounding decides. None if one is a prefix of the other or if
-    it was not looked at."""
+    it was not looked at. unit: what position counts, tokens, or characters where the server gives no token ids."""
 
     task: str
     arm: str
@@ -127,6 +242,21 @@ class Difference:
     index: int
     position: int
     gap: float | None
+    load: Load = Load()
+    unit: Literal["token", "character"] = "token"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """The first tokens that an arm drew for one prompt at a temperature above 0, one for each sample (its text, or its id as
+    text), for the test that all arms draw from the same distribution. logprobs: the arm's own log-probabilities of the most
+    likely ones, where it gives them."""
+
+    arm: str
+    prompt: str
+    temperature: float
+    tokens: tuple[str, ...]
+    logprobs: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +272,12 @@ class Record:
     settings: Settings
     batches: tuple[Batch, ...]
     differences: tuple[Difference, ...]
+    first_tokens: tuple[FirstTokens, ...] = ()
+    notes: tuple[str, ...] = ()
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False, indent=1)
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False, separators=(",", ":")).replace('{"task"', '\n{"task"')
 
     @classmethod
     def from_json(cls, text: str) -> Record:
@@ -156,44 +288,71 @@ class Record:
             raise SettingError("record", text[:40], f"not JSON ({error}); give a file that `forerun bench` wrote") from None
         if not isinstance(value, dict) or "schema" not in value:
             raise SettingError("record", text[:40], "no record of a run; give a file that `forerun bench` wrote")
-        if value["schema"] != SCHEMA:
+        if value["schema"] not in READABLE:
             raise SettingError(
                 "schema",
                 value["schema"],
-                f"this version reads schema {SCHEMA}; measure again, or use the version that wrote it",
+                f"this version reads schemas {', '.join(map(str, READABLE))}; measure again, or use the version that wrote it",
             )
+        if value["schema"] == 1:
+            value = _from_1(value)
         record = _build(cls, value)
         assert isinstance(record, Record)
         return record
 
 
 def save(record: Record, path: Path) -> None:
-    """Write it as JSON. The file appears whole or not at all."""
+    """Write it as JSON, packed if the name ends in .gz. The file appears whole or not at all."""
     partial = path.with_name(path.name + ".part")
-    partial.write_text(record.to_json() + "\n", encoding="utf-8")
+    data = (record.to_json() + "\n").encode()
+    partial.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     partial.replace(path)
 
 
 def load(path: Path) -> Record:
-    """Raises SettingError if the file is not a record of this schema, OSError if it cannot be read."""
-    return Record.from_json(path.read_text(encoding="utf-8"))
+    """Raises SettingError if the file is not a record of a schema that is read, OSError if it cannot be read."""
+    data = path.read_bytes()
+    try:
+        return Record.from_json((gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode())
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise SettingError("record", str(path), f"cannot be read ({error}); give a file that `forerun bench` wrote") from None
+
+
+def _from_1(value: dict[str, Any]) -> dict[str, Any]:
+    """Schema 1 knew one load, so many requests sent together."""
+    settings = value.get("settings", {})
+    together = settings.get("concurrency", 1)
+    only = {"kind": "concurrency", "concurrency": together, "rate": None, "requests": together, "speed": 1.0}
+    batches = [{**b, "load": only} for b in value.get("batches", [])]
+    differences = [{**d, "load": only} for d in value.get("differences", [])]
+    return {
+        **value,
+        "schema": SCHEMA,
+        "settings": {**settings, "loads": [only]},
+        "batches": batches,
+        "differences": differences,
+    }
 
 
 def _build(kind: Any, value: Any) -> Any:
-    """The value of JSON turned into `kind`, which is a dataclass of this module, a tuple of something, or plain."""
+    """The value of JSON turned into `kind`, which is a dataclass or named tuple of this module, a tuple of something, or plain.
+    Fields with a default may be absent."""
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise SettingError("record", value, f"expected the fields of a {kind}")
         hints = typing.get_type_hints(kind)
-        names = [f.name for f in dataclasses.fields(kind)]
+        fields = {f.name: f for f in dataclasses.fields(kind)}
         for name in value:
-            if name not in names:
-                raise SettingError("record", name, f"unknown field; known are {', '.join(names)}")
-        for name in names:
-            if name not in value:
+            if name not in fields:
+                raise SettingError("record", name, f"unknown field; known are {', '.join(fields)}")
+        for name, field in fields.items():
+            needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if needed and name not in value:
                 raise SettingError("record", name, "this field is missing; the file is cut off or was changed")
-        return kind(**{name: _build(hints[name], value[name]) for name in names})  # type: ignore[operator]
+        return kind(**{name: _build(hints[name], value[name]) for name in value})  # type: ignore[operator]
     origin = typing.get_origin(kind)
+    if kind is Chunk:
+        return Chunk(*value)
     if origin is tuple:
         return tuple(_build(typing.get_args(kind)[0], item) for item in value)
     if origin in (types.UnionType, typing.Union):
