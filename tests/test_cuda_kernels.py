@@ -59,7 +59,7 @@ def wide(function, *given):
     return function(*(x.float() if isinstance(x, torch.Tensor) else x for x in given))
 
 
-CUTS = [Tiles(8, 4), Tiles(16, 8), Tiles(16, 4, 64, 2), Tiles(16, 4, 64, 2, 4)]
+CUTS = [Tiles(8, 4, 0, 1), Tiles(16, 2, 0, 3), Tiles(16, 4, 64, 2), Tiles(16, 4, 64, 2, 4)]
 
 
 @pytest.mark.parametrize(("tokens", "k"), [(1, 96), (3, 72), (16, 64), (20, 96)])

@@ -8,12 +8,14 @@ attention of two would count their programs in one place.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from forerun.kernels import AttentionShape, Batch
+from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one
 from forerun.kernels import cuda_products as products
 from forerun.kernels.cuda_attention import attend_decode, attend_ragged
 from forerun.kernels.cuda_products import Tiles, launch, power_of_two
@@ -23,7 +25,26 @@ FEW_TOKENS = 16
 
 
 # (outputs, k, gate): the fastest cut measured on an H200 by benchmarks/gpu/kernels.py, for shapes that were
-TUNED: dict[tuple[int, int, bool], Tiles] = {}
+TUNED: dict[tuple[int, int, bool], Tiles] = {
+    # SmolLM2-135M: q k v, out, gate and up, down, head
+    (960, 576, False): Tiles(16, 4, 0, 3),
+    (576, 576, False): Tiles(8, 4, 0, 3),
+    (1536, 576, True): Tiles(8, 4, 0, 1),
+    (576, 1536, False): Tiles(8, 8, 0, 1),
+    (49152, 576, False): Tiles(64, 8, 128, 4),
+    # Qwen3-0.6B
+    (4096, 1024, False): Tiles(64, 4, 128, 4, apart=True),
+    (1024, 2048, False): Tiles(16, 8, 0, 1),
+    (3072, 1024, True): Tiles(32, 4, 256, 4, apart=True),
+    (1024, 3072, False): Tiles(8, 8, 0, 3),
+    (151936, 1024, False): Tiles(64, 8, 128, 4),
+    # Llama-3.1-8B
+    (6144, 4096, False): Tiles(16, 2, 256, 4, apart=True),
+    (4096, 4096, False): Tiles(16, 4, 512, 3, 4),
+    (14336, 4096, True): Tiles(32, 4, 256, 4, apart=True),
+    (4096, 14336, False): Tiles(16, 4, 512, 3, 4),
+    (128256, 4096, False): Tiles(32, 4, 256, 3, ahead=2048, apart=True),
+}
 
 
 def choose(n: int, k: int, gate: bool) -> Tiles:
@@ -34,7 +55,7 @@ def choose(n: int, k: int, gate: bool) -> Tiles:
         for columns in (8, 16, 32):
             if n <= columns * 264:
                 break
-        return Tiles(columns, 8)
+        return Tiles(columns, 4, 0, 1)
     return Tiles(16 if gate else 32, 4, 256, 3)
 
 
@@ -61,7 +82,7 @@ class CudaKernels:
         if x.shape[0] > FEW_TOKENS:
             return F.linear(self.rms_norm(x, norm, eps), weight, bias)
         out = x.new_empty(x.shape[0], weight.shape[0])
-        launch(choose(*weight.shape, False), self.pdl, x, norm, eps, weight, bias, None, out)
+        self._normed_product(choose(*weight.shape, False), x, norm, eps, weight, bias, out)
         return out
 
     def attend(
@@ -87,14 +108,14 @@ class CudaKernels:
             both = F.linear(self.rms_norm(x, norm, eps), weight)
             products.silu_mul_kernel[(total, triton.cdiv(inner, 1024))](both, out, inner, 1024, False)
         else:
-            launch(choose(inner, weight.shape[1], True), self.pdl, x, norm, eps, weight, None, None, out, gate=True)
+            self._normed_product(choose(inner, weight.shape[1], True), x, norm, eps, weight, None, out, gate=True)
         return out
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
         if x.shape[0] > FEW_TOKENS:
             return F.linear(self.rms_norm(x, norm, eps), weight).float()
         out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
-        launch(choose(*weight.shape, False), self.pdl, x, norm, eps, weight, None, None, out)
+        self._normed_product(choose(*weight.shape, False), x, norm, eps, weight, None, out)
         return out
 
     def norm_argmax(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -106,7 +127,7 @@ class CudaKernels:
         blocks = triton.cdiv(weight.shape[0], tiles.columns)
         tops = x.new_empty(total, blocks, dtype=torch.float32)
         firsts = x.new_empty(total, blocks, dtype=torch.int32)
-        launch(tiles, self.pdl, x, norm, eps, weight, None, None, tops, firsts)
+        self._normed_product(tiles, x, norm, eps, weight, None, tops, firsts)
         return self._best(tops, firsts)
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -123,6 +144,18 @@ class CudaKernels:
         k = x.shape[1]
         products.rms_norm_kernel[(x.shape[0],)](x, norm, out, eps, k, power_of_two(k), self.pdl, **self._launch())
         return out
+
+    def bind(self, layers: Layers) -> RunLayers:
+        return partial(one_by_one, self, layers)
+
+    def _normed_product(
+        self, tiles: Tiles, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, out: Tensor,
+        best: Tensor | None = None, gate: bool = False,
+    ) -> None:
+        if tiles.apart:
+            launch(tiles, self.pdl, self.rms_norm(x, norm, eps), None, eps, weight, bias, None, out, best, gate)
+        else:
+            launch(tiles, self.pdl, x, norm, eps, weight, bias, None, out, best, gate)
 
     def _best(self, tops: Tensor, firsts: Tensor) -> Tensor:
         total, blocks = tops.shape

@@ -3,8 +3,8 @@ prefill. Knows pages, splits and launches; nothing of models or scheduling.
 
 Decode: the rows have the same number of tokens each. A program takes one row, one key head with all its query heads, and
 one stretch of the pages; how long the stretches are is worked out on the device, so that a launch for a long context costs
-a short one little. The row's new tokens are kept apart: their keys and values come from qkv, not from the pages, so no
-program waits for another's write. Of several stretches, the program that ends last adds them up, in order.
+a short one little. The new tokens lie in the first stretch alone, whose programs write their keys and values before they
+read, so no program waits for another's write. Of several stretches, the program that ends last adds them up, in order.
 """
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch
-from forerun.kernels.cuda_products import power_of_two, wait
+from forerun.kernels.cuda_products import power_of_two, prefetch, wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # in place of -inf where nothing has been seen, so that differences stay numbers
 
 
 @triton.jit
-def _rotated(base, good, position, norm, cos, sin, d, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Heads normed and rotated, in their dtype: [...,DP]. base [...,1] points to their first values, d is [...,DP]."""
+def _rotated(base, good, position, norm, cos, sin, h, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Heads normed and rotated, in their dtype: their first and second halves, [ROWS,HP] each. base [ROWS,1] points to
+    their first values, position is [ROWS,1], h [1,HP] counts through a half."""
     half: tl.constexpr = D // 2
-    other = tl.where(d < half, d + half, d - half)
-    x = tl.load(base + d, mask=good, other=0.0)
-    y = tl.load(base + other, mask=good, other=0.0)  # the half that x is paired with
-    angle = position * half + d % half
-    c = tl.load(cos + angle, mask=good, other=0.0)
-    s = tl.load(sin + angle, mask=good, other=0.0)
+    x = tl.load(base + h, mask=good, other=0.0)
+    y = tl.load(base + half + h, mask=good, other=0.0)
+    c = tl.load(cos + position * half + h, mask=good, other=0.0)
+    s = tl.load(sin + position * half + h, mask=good, other=0.0)
     a = x.to(tl.float32)
     b = y.to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(a * a, len(a.shape) - 1, keep_dims=True) / D + eps)
-        by = tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)
-        by_other = tl.load(norm + other, mask=d < D, other=0.0).to(tl.float32)
-        a = ((a * scale).to(x.dtype).to(tl.float32) * by).to(x.dtype).to(tl.float32)
-        b = ((b * scale).to(x.dtype).to(tl.float32) * by_other).to(x.dtype).to(tl.float32)
-    return (a * c + tl.where(d < half, -b, b) * s).to(x.dtype)
+        scale = tl.rsqrt(tl.sum(a * a + b * b, 1, keep_dims=True) / D + eps)
+        by_a = tl.load(norm + h, mask=h < half, other=0.0).to(tl.float32)
+        by_b = tl.load(norm + half + h, mask=h < half, other=0.0).to(tl.float32)
+        a = ((a * scale).to(x.dtype).to(tl.float32) * by_a).to(x.dtype).to(tl.float32)
+        b = ((b * scale).to(x.dtype).to(tl.float32) * by_b).to(x.dtype).to(tl.float32)
+    return (a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype)
 
 
 @triton.jit
-def _places(table, p, ok, head, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Where position p's key (and value) of a head starts in the pages; table: the row's."""
-    page = tl.load(table + p // BLOCK, mask=ok, other=0).to(tl.int64)
-    return ((page * KV + head) * BLOCK + p % BLOCK) * D
+def _places(table, p, ok, head, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr):
+    """Where position p's key (and value) of a head starts in the pages; table: the row's. FAR: 32 bits do not reach."""
+    u = p.to(tl.uint32)
+    page = tl.load(table + u // BLOCK, mask=ok, other=0)
+    if FAR:
+        page = page.to(tl.int64)
+    return ((page * KV + head) * BLOCK + (u % BLOCK).to(tl.int32)) * D
 
 
 @triton.jit
@@ -65,45 +67,41 @@ def _step(scores, values, top, total, mixed):
 @triton.jit
 def _add_up(
     mixed, top, total, part, part_top, part_total, arrived, to, good, m, query_ok, d, mine, split, active, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
 ):
     """Store this stretch's part; the program that stores the last one adds them all up, in order, and stores at `to`."""
     slot = mine * SPLITS + split
-    tl.store(part + (slot.to(tl.int64) * BM + m)[:, None] * D + d[None, :], mixed, mask=good)
+    tl.store(part + (slot * BM + m)[:, None] * D + d[None, :], mixed, mask=good)
     tl.store(part_top + slot * BM + m, top, mask=query_ok)
     tl.store(part_total + slot * BM + m, total, mask=query_ok)
     tl.debug_barrier()  # every thread's part is stored before one of them says so
     before = tl.atomic_add(arrived + mine, 1, sem="acq_rel")
     if before == active - 1:
+        # [BM,DP] at a time in a short loop: what a decode step waits for is above all the fetching of instructions
         top = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
         mixed = tl.zeros((BM, DP), tl.float32)
-        for s0 in range(0, active, AT_ONCE):
-            s = s0 + tl.arange(0, AT_ONCE)
-            index = (mine * SPLITS + s)[:, None] * BM + m[None, :]  # [AT_ONCE,BM]
-            there = (s < active)[:, None] & query_ok[None, :]
-            tops = tl.load(part_top + index, mask=there, other=LOWEST, cache_modifier=".cg")
-            totals = tl.load(part_total + index, mask=there, other=0.0, cache_modifier=".cg")
-            parts = tl.load(
-                part + index.to(tl.int64)[:, :, None] * D + d[None, None, :], mask=there[:, :, None] & (d < D)[None, None, :], other=0.0,
-                cache_modifier=".cg",
-            )
-            higher = tl.maximum(top, tl.max(tops, 0))
+        for s in range(0, active):
+            index = (mine * SPLITS + s) * BM + m
+            parts = tl.load(part + index[:, None] * D + d[None, :], mask=good, other=0.0, cache_modifier=".cg")
+            tops = tl.load(part_top + index, mask=query_ok, other=LOWEST, cache_modifier=".cg")
+            totals = tl.load(part_total + index, mask=query_ok, other=0.0, cache_modifier=".cg")
+            higher = tl.maximum(top, tops)
             fade = tl.exp2(top - higher)
-            share = tl.exp2(tops - higher[None, :])
-            total = total * fade + tl.sum(totals * share, 0)
-            mixed = mixed * fade[:, None] + tl.sum(parts * share[:, :, None], 0)
+            share = tl.exp2(tops - higher)
+            total = total * fade + totals * share
+            mixed = mixed * fade[:, None] + parts * share[:, None]
             top = higher
-        tl.store(to, (mixed / total[:, None]).to(to.dtype.element_ty), mask=good)
+        tl.store(to, (mixed * (1.0 / total)[:, None]).to(to.dtype.element_ty), mask=good)
         tl.store(arrived + mine, 0)  # ready for the next launch
 
 
 @triton.jit(do_not_specialize=["TABLE"])
 def decode_kernel(
     qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, table, out, part, part_top, part_total, arrived, TABLE, scale,
-    eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-    QUERIES: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    WINDOW: tl.constexpr, NORM: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
+    BM: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, PDL: tl.constexpr,
 ):
     """QUERIES: blocks of BM queries that a row and key head has. LEAST: tiles of a stretch, at least. Each warp has its
     own BN positions of a tile and its own softmax over them; only at the end do the warps' results meet."""
@@ -113,8 +111,9 @@ def decode_kernel(
     stride: tl.constexpr = (HEADS + 2 * KV) * D
     tile: tl.constexpr = WARPS * BN
     table += row.to(tl.int64) * TABLE
+    half: tl.constexpr = D // 2
     d = tl.arange(0, DP)
-    d3 = d[None, None, :]
+    h = tl.arange(0, HP)
 
     first = tl.load(positions + row * WIDTH).to(tl.int32)  # the pages hold what is below
     low = 0
@@ -126,56 +125,60 @@ def decode_kernel(
     if split >= active:
         return
     # from the last position downwards, so that the new tokens are in the first tile of the first stretch
+    here = tl.minimum(each, tiles - split * each)
     start = first + WIDTH - (split * each + 1) * tile
-    begin = tl.maximum(start - (each - 1) * tile, low)
-    p = start + tl.arange(0, WARPS)[:, None] * BN + tl.arange(0, BN)[None, :]  # [WARPS,BN]
-    old = (p >= begin) & (p < first)
-    there = old[:, :, None] & (d3 < D)
-    at_pages = _places(table, p, old, head, KV, D, BLOCK)[:, :, None] + d3
-    keys = tl.load(key_pages + at_pages, mask=there, other=0.0)  # [WARPS,BN,DP]
-    values = tl.load(value_pages + at_pages, mask=there, other=0.0)
+    p0 = start + tl.arange(0, WARPS)[:, None] * BN + tl.arange(0, BN)[None, :]  # [WARPS,BN]
+    if PDL:
+        lines: tl.constexpr = DP // 64 if DP >= 64 else 1
+        i = tl.arange(0, tile * lines)
+        for j in range(here):
+            p = start - j * tile + i // lines
+            at_pages = _places(table, p, (p >= low) & (p < first), head, KV, D, BLOCK, FAR) + i % lines * 64
+            prefetch(key_pages + at_pages, PDL)
+            prefetch(value_pages + at_pages, PDL)
     wait(PDL)
 
     m = queries * BM + tl.arange(0, BM)  # a query: token m // group, head m % group of this key head's
     token = m // group
     query_ok = m < WIDTH * group
-    good = query_ok[:, None] & (d < D)[None, :]
     q_base = qkv + (row * WIDTH + token) * stride + (head * group + m % group) * D
-    q = _rotated(q_base[:, None], good, (first + token)[:, None], q_norm, cos, sin, d[None, :], eps, D, NORM)
-    q = tl.broadcast_to(q[None, :, :], (WARPS, BM, DP))
-    if split == 0:
-        new = (p >= first)[:, :, None]
-        ok = new & (d3 < D)
-        base = (qkv + (row * WIDTH + p - first) * stride + (HEADS + head) * D)[:, :, None]
-        keys = tl.where(new, _rotated(base, ok, p[:, :, None], k_norm, cos, sin, d3, eps, D, NORM), keys)
-        values = tl.where(new, tl.load(base + KV * D + d3, mask=ok, other=0.0), values)
-        if queries == 0:
-            to = _places(table, p, p >= first, head, KV, D, BLOCK)[:, :, None] + d3
-            tl.store(key_pages + to, keys, mask=ok)
-            tl.store(value_pages + to, values, mask=ok)
+    good = query_ok[:, None] & (h < half)[None, :]
+    q_a, q_b = _rotated(q_base[:, None], good, (first + token)[:, None], q_norm, cos, sin, h[None, :], eps, D, NORM)
+    if split == 0:  # the new keys and values go into the pages, and are read from there with the old ones
+        t = tl.arange(0, TOKENS)
+        ok = (t < WIDTH)[:, None] & (h < half)[None, :]
+        base = (qkv + (row * WIDTH + t) * stride + (HEADS + head) * D)[:, None]
+        k_a, k_b = _rotated(base, ok, (first + t)[:, None], k_norm, cos, sin, h[None, :], eps, D, NORM)
+        to_pages = _places(table, first + t, t < WIDTH, head, KV, D, BLOCK, FAR)[:, None]
+        tl.store(key_pages + to_pages + h[None, :], k_a, mask=ok)
+        tl.store(key_pages + to_pages + half + h[None, :], k_b, mask=ok)
+        ok = (t < WIDTH)[:, None] & (d < D)[None, :]
+        v = tl.load(base + KV * D + d[None, :], mask=ok, other=0.0)
+        tl.store(value_pages + to_pages + d[None, :], v, mask=ok)
+        tl.debug_barrier()
 
+    q_a = tl.broadcast_to(q_a[None, :, :], (WARPS, BM, HP))
+    q_b = tl.broadcast_to(q_b[None, :, :], (WARPS, BM, HP))
     last = (first + token)[None, :, None]  # the position that a query sees up to
-    scores = tl.dot(q, tl.permute(keys, (0, 2, 1))) * (scale * LOG2E)  # [WARPS,BM,BN]
-    seen = (p >= begin)[:, None, :] & (p[:, None, :] <= last)
-    if WINDOW > 0:
-        seen = seen & (p[:, None, :] > last - WINDOW)
     top = tl.full((WARPS, BM), LOWEST, tl.float32)
     total = tl.zeros((WARPS, BM), tl.float32)
     mixed = tl.zeros((WARPS, BM, DP), tl.float32)
-    top, total, mixed = _step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
-    for j in range(1, tl.minimum(each, tiles - split * each)):
-        p_j = p - j * tile
-        ok_j = p_j >= begin
-        there = ok_j[:, :, None] & (d3 < D)
-        at_pages = _places(table, p_j, ok_j, head, KV, D, BLOCK)[:, :, None] + d3
-        keys = tl.load(key_pages + at_pages, mask=there, other=0.0)
-        values = tl.load(value_pages + at_pages, mask=there, other=0.0)
-        scores = tl.dot(q, tl.permute(keys, (0, 2, 1))) * (scale * LOG2E)
-        seen = ok_j[:, None, :]
+    for j in range(here):
+        p = p0 - j * tile
+        at_pages = _places(table, p, p >= low, head, KV, D, BLOCK, FAR)[:, :, None]
+        there = (p >= low)[:, :, None] & (h < half)[None, None, :]
+        keys_a = tl.load(key_pages + at_pages + h[None, None, :], mask=there, other=0.0)  # [WARPS,BN,HP]
+        keys_b = tl.load(key_pages + at_pages + half + h[None, None, :], mask=there, other=0.0)
+        there = (p >= low)[:, :, None] & (d < D)[None, None, :]
+        values = tl.load(value_pages + at_pages + d[None, None, :], mask=there, other=0.0)  # [WARPS,BN,DP]
+        scores = tl.dot(q_b, tl.permute(keys_b, (0, 2, 1)), tl.dot(q_a, tl.permute(keys_a, (0, 2, 1))))  # [WARPS,BM,BN]
+        scores *= scale * LOG2E
+        seen = (p >= low)[:, None, :] & (p[:, None, :] <= last)
         if WINDOW > 0:
-            seen = seen & (p_j[:, None, :] > last - WINDOW)
+            seen = seen & (p[:, None, :] > last - WINDOW)
         top, total, mixed = _step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
 
+    good = query_ok[:, None] & (d < D)[None, :]
     highest = tl.max(top, 0)
     share = tl.exp2(top - highest[None, :])
     total = tl.sum(total * share, 0)
@@ -184,10 +187,10 @@ def decode_kernel(
     if active > 1:
         _add_up(
             mixed, highest, total, part, part_top, part_total, arrived, to, good, tl.arange(0, BM), query_ok, d,
-            (row * KV + head) * QUERIES + queries, split, active, D, DP, BM, SPLITS, AT_ONCE,
+            (row * KV + head) * QUERIES + queries, split, active, D, DP, BM, SPLITS,
         )
     else:
-        tl.store(to, (mixed / total[:, None]).to(out.dtype.element_ty), mask=good)
+        tl.store(to, (mixed * (1.0 / total)[:, None]).to(out.dtype.element_ty), mask=good)
 
 
 @triton.jit
@@ -201,28 +204,34 @@ def _row_of(token, row_start, R, RP: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "R", "TABLE"])
 def rotate_kernel(
     qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, row_start, table, q_out, T, R, TABLE, eps, HEADS: tl.constexpr,
-    KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, BM: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """Norm and rotate q into q_out [T,HEADS,D]; norm, rotate and write k, and write v, into the pages."""
     head = tl.program_id(1)
     t = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)
     ok = t < T
+    h = tl.arange(0, HP)[None, :]
     good = ok[:, None] & (d < D)[None, :]
+    good_half = ok[:, None] & (h < D // 2)
     position = tl.load(positions + t, mask=ok, other=0).to(tl.int32)
     base = (qkv + t.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D)[:, None]
     if head < HEADS:
-        q = _rotated(base, good, position[:, None], q_norm, cos, sin, d[None, :], eps, D, NORM)
-        tl.store(q_out + (t.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :], q, mask=good)
+        a, b = _rotated(base, good_half, position[:, None], q_norm, cos, sin, h, eps, D, NORM)
+        to = q_out + (t.to(tl.int64) * HEADS + head)[:, None] * D + h
+        tl.store(to, a, mask=good_half)
+        tl.store(to + D // 2, b, mask=good_half)
     else:
         row = _row_of(t, row_start, R, RP)
-        page = tl.load(table + row.to(tl.int64) * TABLE + position // BLOCK, mask=ok, other=0).to(tl.int64)
+        table += row.to(tl.int64) * TABLE
         if head < HEADS + KV:
-            to = ((page * KV + head - HEADS) * BLOCK + position % BLOCK) * D
-            k = _rotated(base, good, position[:, None], k_norm, cos, sin, d[None, :], eps, D, NORM)
-            tl.store(key_pages + to[:, None] + d[None, :], k, mask=good)
+            to = _places(table, position, ok, head - HEADS, KV, D, BLOCK, FAR)
+            a, b = _rotated(base, good_half, position[:, None], k_norm, cos, sin, h, eps, D, NORM)
+            tl.store(key_pages + to[:, None] + h, a, mask=good_half)
+            tl.store(key_pages + to[:, None] + D // 2 + h, b, mask=good_half)
         else:
-            to = ((page * KV + head - HEADS - KV) * BLOCK + position % BLOCK) * D
+            to = _places(table, position, ok, head - HEADS - KV, KV, D, BLOCK, FAR)
             tl.store(value_pages + to[:, None] + d[None, :], tl.load(base + d[None, :], mask=good, other=0.0), mask=good)
 
 
@@ -230,6 +239,7 @@ def rotate_kernel(
 def prefill_kernel(
     q, key_pages, value_pages, positions, row_start, table, out, R, TABLE, scale, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """Attention of ragged rows, whose keys and values are in the pages already. A program: BM tokens of a row, one head.
     The tiles of all rows are numbered through; there are more programs than tiles, since only the device knows the rows."""
@@ -262,7 +272,7 @@ def prefill_kernel(
     for p0 in range(low, end, BN):
         p = p0 + tl.arange(0, BN)
         there = (p < end)[:, None] & (d < D)[None, :]
-        at_pages = _places(table, p, p < end, head // (HEADS // KV), KV, D, BLOCK)[:, None] + d[None, :]
+        at_pages = _places(table, p, p < end, head // (HEADS // KV), KV, D, BLOCK, FAR)[:, None] + d[None, :]
         keys = tl.load(key_pages + at_pages, mask=there, other=0.0)
         scores = tl.dot(queries, keys.T) * (scale * LOG2E)
         seen = p[None, :] <= at[:, None]
@@ -270,7 +280,7 @@ def prefill_kernel(
             seen = seen & (p[None, :] > at[:, None] - WINDOW)
         values = tl.load(value_pages + at_pages, mask=there, other=0.0)
         top, total, mixed = _step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
-    tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=good)
+    tl.store(out + where, (mixed * (1.0 / total)[:, None]).to(out.dtype.element_ty), mask=good)
 
 
 class Cut(NamedTuple):
@@ -283,10 +293,13 @@ class Cut(NamedTuple):
     programs: int = 264
 
 
+CUTS = {64: Cut(8, 32, 1), 128: Cut(8, 16, 1)}  # for heads up to so wide
+
+
 def cut_for(dim: int, width: int) -> Cut:
     """A tile has room for all new tokens of a row."""
-    positions = 32 if dim <= 64 else 16
-    return Cut(8, max(positions, power_of_two(triton.cdiv(width, 8))), 1)
+    cut = CUTS[64 if dim <= 64 else 128]
+    return cut._replace(positions=max(cut.positions, power_of_two(triton.cdiv(width, cut.warps))))
 
 
 def attend_decode(
@@ -310,8 +323,8 @@ def attend_decode(
     decode_kernel[(rows, kv * queries, splits)](
         qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages, batch.positions,
         batch.block_table, out, part, sums[0], sums[1], arrived, batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width, HEADS=heads,
-        KV=kv, D=dim, DP=padded, BM=bm, QUERIES=queries, WARPS=cut.warps, BN=cut.positions, BLOCK=key_pages.shape[2], SPLITS=splits,
-        LEAST=cut.least, WINDOW=window, NORM=q_norm is not None, AT_ONCE=max(1, min(power_of_two(splits), 16384 // (bm * padded))),
+        KV=kv, D=dim, DP=padded, HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=power_of_two(width), WARPS=cut.warps, BN=cut.positions, BLOCK=key_pages.shape[2], SPLITS=splits,
+        LEAST=cut.least, WINDOW=window, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31,
         PDL=pdl, num_warps=cut.warps, num_stages=1, **({"launch_pdl": True} if pdl else {}),
     )
     return out
@@ -330,12 +343,13 @@ def attend_ragged(
     table = batch.block_table.stride(0)
     rotate_kernel[(triton.cdiv(total, 16), heads + 2 * kv)](
         qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages, batch.positions,
-        batch.row_start, batch.block_table, q, total, rows, table, eps, HEADS=heads, KV=kv, D=dim, DP=padded, BM=16, RP=rows_padded,
-        BLOCK=block, NORM=q_norm is not None, num_warps=4,
+        batch.row_start, batch.block_table, q, total, rows, table, eps, HEADS=heads, KV=kv, D=dim, DP=padded, HP=max(16, power_of_two(dim // 2)), BM=16, RP=rows_padded,
+        BLOCK=block, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31, num_warps=4,
     )
     bm = 64 if total > 16 * rows else 16
     prefill_kernel[(triton.cdiv(total, bm) + rows - 1, heads)](
         q, key_pages, value_pages, batch.positions, batch.row_start, batch.block_table, out, rows, table, dim**-0.5, HEADS=heads, KV=kv,
-        D=dim, DP=padded, BM=bm, BN=64, RP=rows_padded, BLOCK=block, WINDOW=window, num_warps=4, num_stages=2,
+        D=dim, DP=padded, BM=bm, BN=64, RP=rows_padded, BLOCK=block, WINDOW=window,
+        FAR=key_pages.numel() >= 1 << 31, num_warps=4, num_stages=2,
     )
     return out

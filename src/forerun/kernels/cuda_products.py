@@ -12,7 +12,6 @@ as plain decoding does.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +23,11 @@ from triton.language.extra import cuda as tl_cuda
 
 class Tiles(NamedTuple):
     """How a product is cut. columns: outputs of a program. warps. step: the part of K that a program takes at a time
-    (0: all of K at once, held in registers). stages: of the pipeline over K. split: warps that share a step of K.
-    ahead: how much of each row of weights is called into the L2 cache before the wait, a power of two from 64 on, or 0."""
+    (0: all of K at once, held in registers). stages: of the pipeline over K (with step 0: the parts, each a power of two, that
+    K is held in). split: warps that share a step of K.
+    ahead: how much of each row of weights is called into the L2 cache before the wait, a power of two from 64 on, or 0.
+    apart: a norm before the product is a launch of its own, which pays where K is so long that each program's normalising
+    of all of it costs more than the launch."""
 
     columns: int
     warps: int
@@ -33,6 +35,7 @@ class Tiles(NamedTuple):
     stages: int = 3
     split: int = 1
     ahead: int = 512
+    apart: bool = False
 
 
 @triton.jit
@@ -169,9 +172,10 @@ def loop_kernel(
     wait(PDL)
     scale = tl.zeros((BM,), tl.float32)
     if NORM:
-        squares = tl.zeros((BM, 1024), tl.float32)
-        for k0 in range(0, K, 1024):
-            k = k0 + tl.arange(0, 1024)
+        chunk: tl.constexpr = 16384 // BM
+        squares = tl.zeros((BM, chunk), tl.float32)
+        for k0 in range(0, K, chunk):
+            k = k0 + tl.arange(0, chunk)
             wide = tl.load(x + m[:, None] * K + k[None, :], mask=(m < T)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
             squares += wide * wide
         scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
@@ -249,14 +253,6 @@ def power_of_two(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
-@cache
-def whole_parts(k: int, split: int) -> tuple[int, int]:
-    """PARTS and WIDTH of whole_kernel: few parts, and little past the end of K. A warp takes at least the 16 of a
-    tensor-core step from each."""
-    widths = [split * step for step in (16, 32, 64, 128, 256)]
-    return min(((triton.cdiv(k, width), width) for width in widths), key=lambda parts: parts[0] * parts[1] + 64 * parts[0])
-
-
 def launch(
     tiles: Tiles, pdl: bool, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
     out: Tensor, best: Tensor | None = None, gate: bool = False,
@@ -277,7 +273,8 @@ def launch(
         "PDL": pdl, "num_warps": tiles.warps, **({"launch_pdl": True} if pdl else {}),
     }
     if tiles.step == 0:
-        whole_kernel[grid](*args, *whole_parts(k, tiles.warps), tiles.warps, **flags, num_stages=1)
+        width = max(16 * tiles.warps, power_of_two(triton.cdiv(k, tiles.stages)))
+        whole_kernel[grid](*args, tiles.stages, width, tiles.warps, **flags, num_stages=1)
     else:
         ahead = min(tiles.ahead, power_of_two(k + 1) // 2)
         loop_kernel[grid](*args, tiles.step, tiles.split, ahead, **flags, num_stages=tiles.stages)

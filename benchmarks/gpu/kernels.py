@@ -1,0 +1,420 @@
+"""The CUDA kernels by themselves: checked against their torch twins, then timed in synthetic decode steps of three models'
+shapes (random weights, every layer its own) captured in CUDA graphs, beside the same step with the vendor's products.
+
+    PYTHONPATH=src python3 benchmarks/gpu/kernels.py [--sweep] [--out FOLDER]
+
+--sweep first times every cut of every product and of attention, and runs the steps with the fastest of each; its result is
+what TUNED in kernels/cuda.py holds. Needs one GPU of compute capability 9.0 or later; the records go to FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import datetime
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from forerun.kernels import AttentionShape, Batch, cuda, cuda_attention, reference
+from forerun.kernels.cuda import CudaKernels
+from forerun.kernels.cuda_products import Tiles
+
+EPS = 1e-5
+BLOCK = 16
+DEVICE = "cuda"
+
+
+class Model(NamedTuple):
+    name: str
+    hidden: int
+    attention: AttentionShape
+    inner: int
+    layers: int
+    vocabulary: int
+    norms: bool
+    bar: float  # ms, a plain step of one request at context 512
+
+    def products(self) -> dict[str, tuple[int, int, bool]]:
+        """(outputs, k, gate) of each product of a step."""
+        heads, kv, dim = self.attention[:3]
+        return {
+            "qkv": ((heads + 2 * kv) * dim, self.hidden, False), "o": (self.hidden, heads * dim, False), "gate_up": (self.inner, self.hidden, True),
+            "down": (self.hidden, self.inner, False), "head": (self.vocabulary, self.hidden, False),
+        }
+
+    def weight_bytes(self) -> int:
+        each = {name: n * k * (4 if gate else 2) for name, (n, k, gate) in self.products().items()}
+        return self.layers * sum(each[name] for name in ("qkv", "o", "gate_up", "down")) + each["head"]
+
+
+MODELS = (
+    Model("SmolLM2-135M", 576, AttentionShape(9, 3, 64, 0, EPS), 1536, 30, 49152, False, 0.55),
+    Model("Qwen3-0.6B", 1024, AttentionShape(16, 8, 128, 0, EPS), 3072, 28, 151936, True, 0.85),
+    Model("Llama-3.1-8B", 4096, AttentionShape(32, 8, 128, 0, EPS), 14336, 32, 128256, False, 4.2),
+)
+
+
+def randoms(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) * scale
+
+
+def graph_ms(work: Callable[[], Any], repeats: int = 5, least: int = 20, most: int = 400) -> tuple[float, float]:
+    """Capture `work` in a CUDA graph. The median ms of a replay over `repeats` runs of replays in a row, and the spread
+    ((max - min) / median) of those runs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    count = int(min(most, max(least, 15 / max(begin.elapsed_time(end), 1e-3))))  # runs of about 15 ms
+    times = []
+    for _ in range(repeats):
+        begin.record()
+        for _ in range(count):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / count)
+    middle = statistics.median(times)
+    return middle, (max(times) - min(times)) / middle
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def hardware() -> dict[str, Any]:
+    source, target = (torch.empty(1 << 31, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    source.normal_()
+    times = []
+    for _ in range(8):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    ms = statistics.median(times)
+    moved = 2 * source.numel() * 2
+    del source, target
+    tiny = torch.zeros(1, device=DEVICE)
+
+    def chain() -> None:
+        for _ in range(100):
+            tiny.add_(1)
+
+    chained, _ = graph_ms(chain)
+    return {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(), "copy_TB_s": round(moved / ms / 1e9, 3), "tiny_kernel_us": round(chained * 10, 2),
+    }
+
+
+# cuts -----------------------------------------------------------------------------------------------------------------
+
+
+def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
+    """The cuts worth timing for a shape."""
+    found = []
+    rows = 2 if gate else 1
+    if k <= 3072:
+        for columns in (8, 16, 32):
+            for warps in (2, 4, 8):
+                for parts in (1, 3):
+                    width = triton.next_power_of_2(-(-k // parts))
+                    held = columns * rows * parts * width / (warps * 32)  # weights of a thread
+                    if 16 <= held <= 192 and 48 <= n // columns <= 800 and parts * width <= 1.8 * k and 16 * parts * width / (warps * 32) <= 256:
+                        found.append(Tiles(columns, warps, 0, parts))
+    if n * rows >= 4000 or k >= 2000:
+        for columns, warps, step, stages, split in (
+            (16, 2, 256, 4, 1), (16, 4, 256, 3, 2), (16, 4, 512, 3, 4), (32, 4, 128, 5, 1), (32, 4, 256, 3, 1), (32, 4, 256, 4, 1),
+            (64, 4, 64, 6, 1), (64, 4, 128, 4, 1), (64, 8, 128, 4, 1),
+        ):
+            size = columns * step * stages * 2 * rows + 32 * step * stages
+            if size <= 200_000 and n // columns >= 60:
+                for ahead in (512, 4096) if k >= 2048 else (512,):
+                    found.append(Tiles(columns, warps, step, stages, split, ahead))
+    if normed and k >= 1024:
+        found += [tiles._replace(apart=True) for tiles in found]
+    return found
+
+
+ATTENTION_CUTS = tuple(
+    cuda_attention.Cut(warps, positions, least, 264) for warps, positions in ((2, 16), (2, 32), (4, 16), (4, 32), (8, 16)) for least in (1, 2, 4)
+)
+
+
+def compile_product(job: tuple[str, int, int, bool, Tiles]) -> str:
+    """In a process of its own: put a kernel into Triton's cache, and check it. What is wrong with it, where anything is."""
+    kind, n, k, gate, tiles = job
+    try:
+        weight = randoms(n * (2 if gate else 1), k, scale=k**-0.5)
+        norm, x, residual = randoms(k), randoms(9, k), randoms(9, n)
+        cuda.TUNED[n, k, gate] = tiles
+        run = CudaKernels(DEVICE)
+        operation = {
+            "qkv": lambda run, x, norm, residual, weight: run.norm_linear(x, norm, EPS, weight, None),
+            "gate_up": lambda run, x, norm, residual, weight: run.norm_gate_up(x, norm, EPS, weight),
+            "head": lambda run, x, norm, residual, weight: run.norm_logits(x, norm, EPS, weight),
+        }.get(kind, lambda run, x, norm, residual, weight: run.linear_add(x, weight, None, residual))
+        got = operation(run, x, norm, residual, weight)
+        off = error(got, operation(reference, x.float(), norm.float(), residual.float(), weight.float()))
+        return "" if off < 0.01 else f"differs by {off:.1e}"
+    except Exception as problem:
+        return f"{type(problem).__name__}: {str(problem)[:200]}"
+
+
+def compile_attention(job: tuple[Model, int, int, int, cuda_attention.Cut]) -> str:
+    model, rows, width, context, cut = job
+    try:
+        wide = 64 if model.attention.head_dim <= 64 else 128
+        cuda_attention.CUTS[wide] = cut
+        step = Step(model._replace(layers=1, vocabulary=16, inner=16), 1200)
+        batch = step.batch(rows, width, context)
+        heads, kv, dim = model.attention[:3]
+        qkv = randoms(rows * width, (heads + 2 * kv) * dim)
+        CudaKernels(DEVICE).bounded(width, bound(context)).attend(
+            qkv, model.attention, step.cos, step.sin, step.head_norm, step.head_norm, step.layers[0].keys, step.layers[0].values, batch
+        )
+        torch.cuda.synchronize()
+        return ""
+    except Exception as problem:
+        return f"{type(problem).__name__}: {str(problem)[:200]}"
+
+
+def bound(context: int) -> int:
+    """The host's bound on the context, as an engine would have it: well above."""
+    return 8192 if context > 512 else 1024
+
+
+# a whole step ---------------------------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    norm: Tensor
+    qkv: Tensor
+    out: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class Step:
+    """A decode step of `rows` requests of `width` tokens each, `context` positions behind them."""
+
+    def __init__(self, model: Model, pages: int) -> None:
+        self.model = model
+        heads, kv, dim = model.attention[:3]
+        hidden, inner = model.hidden, model.inner
+        self.layers = [
+            Layer(
+                randoms(hidden), randoms((heads + 2 * kv) * dim, hidden, scale=hidden**-0.5), randoms(hidden, heads * dim, scale=(heads * dim) ** -0.5),
+                randoms(hidden), randoms(2 * inner, hidden, scale=hidden**-0.5), randoms(hidden, inner, scale=inner**-0.5),
+                randoms(pages, kv, BLOCK, dim), randoms(pages, kv, BLOCK, dim),
+            )
+            for _ in range(model.layers)
+        ]
+        self.norm, self.embedding = randoms(hidden), randoms(model.vocabulary, hidden, scale=hidden**-0.5)
+        self.head_norm = randoms(dim) if model.norms else None
+        angle = torch.outer(torch.arange(8192.0), 10000 ** -torch.linspace(0, 1, dim // 2)).to(DEVICE)
+        self.cos, self.sin = angle.cos(), angle.sin()
+
+    def batch(self, rows: int, width: int, context: int) -> Batch:
+        positions = (context + torch.arange(width)).repeat(rows).to(DEVICE)
+        per_row = -(-(context + width) // BLOCK)
+        table = (1 + torch.randperm(rows * per_row)).view(rows, per_row).int().to(DEVICE)
+        starts = (torch.arange(rows + 1) * width).int().to(DEVICE)
+        ids = torch.randint(self.model.vocabulary, (rows * width,), device=DEVICE)
+        return Batch(ids, positions, starts, table, torch.arange(rows * width, device=DEVICE))
+
+    def forward(self, run: Any, batch: Batch, without: str = "", argmax: bool = False) -> Tensor:
+        """`without` leaves one kind of launch out, to see what it costs in the chain."""
+        x = torch.nn.functional.embedding(batch.ids, self.embedding)
+        heads, kv, dim = self.model.attention[:3]
+        total = len(batch.ids)
+        qkv, mixed, gated = (x.new_zeros(total, size) for size in ((heads + 2 * kv) * dim, heads * dim, self.model.inner)) if without else (x, x, x)
+        for layer in self.layers:
+            if without != "qkv":
+                qkv = run.norm_linear(x, layer.norm, EPS, layer.qkv, None)
+            if without != "attention":
+                mixed = run.attend(
+                    qkv, self.model.attention, self.cos, self.sin, self.head_norm, self.head_norm, layer.keys, layer.values, batch
+                )
+            if without != "o":
+                x = run.linear_add(mixed, layer.out, None, x)
+            if without != "gate_up":
+                gated = run.norm_gate_up(x, layer.mlp_norm, EPS, layer.gate_up)
+            if without != "down":
+                x = run.linear_add(gated, layer.down, None, x)
+        if without == "head":
+            return x
+        if argmax:
+            return run.norm_argmax(x, self.norm, EPS, self.embedding)
+        return run.norm_logits(x, self.norm, EPS, self.embedding)
+
+
+def check_step(step: Step, rows: int, width: int, context: int) -> float:
+    """The logits of a step against the torch twin's in bfloat16. Layers of random weights magnify rounding: a few are run."""
+    kept, step.layers = step.layers, step.layers[:4]
+    batch = step.batch(rows, width, context)
+    keys = [(layer.keys.clone(), layer.values.clone()) for layer in step.layers]
+    got = step.forward(CudaKernels(DEVICE).bounded(width, context + width), batch)
+    got_keys = [layer.keys.clone() for layer in step.layers]
+    for layer, (key, value) in zip(step.layers, keys, strict=True):
+        layer.keys.copy_(key)
+        layer.values.copy_(value)
+    want = step.forward(reference, batch)
+    worst = max(error(a, layer.keys) for a, layer in zip(got_keys, step.layers, strict=True))
+    step.layers = kept
+    return max(error(got, want), worst)
+
+
+def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
+    """The fastest cut of each product and of attention, one after the other, in the step itself: what a launch costs depends
+    on its neighbours, whose ends and beginnings it overlaps. Sets TUNED and CUTS."""
+    jobs = [
+        (kind, *shape, tiles) for step in steps for kind, shape in step.model.products().items() if kind in given
+        for tiles in cuts(*shape, kind not in ("o", "down"))
+    ]
+    loads = ((1, 1, 512), (1, 9, 512))
+    attention_jobs = [(step.model, *load, cut) for step in steps for load in loads for cut in ATTENTION_CUTS] if "attention" in given else []
+    began = time.time()
+    with concurrent.futures.ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
+        problems: dict[Any, str] = dict(zip(jobs, pool.map(compile_product, jobs), strict=True))
+        problems |= dict(zip(attention_jobs, pool.map(compile_attention, attention_jobs), strict=True))
+    print(f"compiled {len(problems)} kernels in {time.time() - began:.0f} s", flush=True)
+    for job, problem in problems.items():
+        if problem:
+            print("PROBLEM", job if isinstance(job[0], str) else (job[0].name, *job[1:]), problem)
+    records = []
+    for step in steps:
+        batches = [step.batch(*load) for load in loads]
+        shapes = step.model.products()
+        wide = 64 if step.model.attention.head_dim <= 64 else 128
+
+        def measure() -> list[float]:
+            return [
+                graph_ms(lambda run=CudaKernels(DEVICE).bounded(width, bound(context)), batch=batch: step.forward(run, batch), 3, 8, 40)[0]
+                for (_, width, context), batch in zip(loads, batches, strict=True)
+            ]
+
+        for kind in given:
+            if kind == "attention":
+                table, key = cuda_attention.CUTS, wide
+                candidates = [cut for cut in ATTENTION_CUTS if not any(problems[step.model, *load, cut] for load in loads)]
+            else:
+                table, key = cuda.TUNED, shapes[kind]
+                candidates = [tiles for tiles in cuts(*key, kind not in ("o", "down")) if not problems[kind, *key, tiles]]
+            timed = []
+            for candidate in candidates:
+                table[key] = candidate
+                ms = measure()
+                timed.append((sum(ms), candidate, ms))
+                records.append({"model": step.model.name, "kind": kind, "shape": key, "cut": candidate, "ms": ms})
+            if not timed:
+                continue
+            timed.sort()
+            table[key] = timed[0][1]
+            print(step.model.name, kind, key, "  ".join(f"{tuple(map(int, cut))} {ms[0]:.4f}/{ms[1]:.4f}" for _, cut, ms in timed[:4]), f"  worst {timed[-1][2][0]:.3f}", flush=True)
+    return records
+
+
+LOADS = ((1, 1, 512), (1, 9, 512), (1, 1, 4096), (1, 9, 4096), (8, 1, 512), (8, 5, 512), (32, 1, 512), (32, 5, 512))
+PARTS = ("qkv", "attention", "o", "gate_up", "down", "head")
+
+
+def time_steps(step: Step, brief: bool) -> list[dict[str, Any]]:
+    records = []
+    for rows, width, context in LOADS[: 2 if brief else len(LOADS)]:
+        batch = step.batch(rows, width, context)
+        run = CudaKernels(DEVICE).bounded(width, bound(context))
+        record: dict[str, Any] = {"model": step.model.name, "rows": rows, "width": width, "context": context}
+        record["ms"], record["spread"] = graph_ms(lambda: step.forward(run, batch))
+        if rows == 1 and context == 512:
+            record["argmax_ms"], _ = graph_ms(lambda: step.forward(run, batch, argmax=True))
+            record["part_ms"] = {
+                part: round(record["ms"] - graph_ms(lambda: step.forward(run, batch, without=part), 3)[0], 4) for part in PARTS
+            }
+        few, cuda.FEW_TOKENS = cuda.FEW_TOKENS, 0
+        record["vendor_ms"], _ = graph_ms(lambda: step.forward(run, batch), 3)
+        cuda.FEW_TOKENS = few
+        records.append(record)
+    return records
+
+
+def time_argmax() -> list[dict[str, Any]]:
+    records = []
+    run = CudaKernels(DEVICE)
+    for tokens, vocabulary in ((1, 49152), (9, 151936), (160, 151936)):
+        logits = torch.randn(tokens, vocabulary, device=DEVICE)
+        assert torch.equal(run.argmax(logits), logits.argmax(-1))
+        ours, _ = graph_ms(lambda: [run.argmax(logits) for _ in range(20)])
+        torchs, _ = graph_ms(lambda: [logits.argmax(-1) for _ in range(20)])
+        records.append({"tokens": tokens, "vocabulary": vocabulary, "us": round(ours * 50, 2), "torch_us": round(torchs * 50, 2)})
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--models", default="0,1,2", help="which of the models, by number")
+    parser.add_argument("--kinds", default="gate_up,down,qkv,o,attention,head", help="what --sweep goes over, in this order")
+    parser.add_argument("--brief", action="store_true", help="one request at context 512 alone")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    given = parser.parse_args()
+    torch.manual_seed(int(time.time()))
+    result: dict[str, Any] = {"hardware": hardware()}
+    print(result["hardware"], flush=True)
+    models = [MODELS[int(i)] for i in given.models.split(",")]
+
+    def save() -> None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "gpu-kernels.json").write_text(json.dumps(result, indent=1, default=str))
+
+    steps = [Step(model, 1200) for model in models]
+    if given.sweep:
+        result["sweep"] = sweep(steps, given.kinds.split(","))
+        save()
+    result["checks"] = {}
+    for step in steps:
+        for rows, width, context in ((1, 1, 300), (1, 9, 700), (3, 5, 130)):
+            worst = check_step(step, rows, width, context)
+            result["checks"][f"{step.model.name} {rows} x {width} at {context}"] = worst
+            print(f"{step.model.name} {rows} x {width} at {context}: differs from the twin by {worst:.1e}", flush=True)
+    result["argmax"] = time_argmax()
+    print(result["argmax"])
+    result["steps"] = []
+    for step in steps:
+        result["steps"] += time_steps(step, given.brief)
+        save()
+    for r in result["steps"]:
+        bar = next(m.bar for m in MODELS if m.name == r["model"])
+        extra = f"  bar {bar}  argmax {r['argmax_ms']:.3f}  {r['part_ms']}" if "argmax_ms" in r else ""
+        print(f"{r['model']:13} {r['rows']:2} x {r['width']} at {r['context']}: {r['ms']:.3f} ms (spread {r['spread']:.1%}), vendor {r['vendor_ms']:.3f}{extra}")
+
+
+if __name__ == "__main__":
+    main()
