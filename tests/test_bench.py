@@ -17,7 +17,7 @@ from rich.console import Console
 
 from forerun.bench import arms, embedded, record, report, summary, workloads
 from forerun.bench.arms import BASELINE, CONTROL, Arm
-from forerun.bench.record import Answer, Batch, Record
+from forerun.bench.record import Answer, Batch, Load, Record
 from forerun.engine.stats import DraftStats
 from forerun.types import Logprob, SamplingParams, SettingError
 
@@ -186,7 +186,7 @@ def test_every_figure_equals_the_script() -> None:
     base, fast = cell(made, BASELINE), cell(made, "fast")
     assert base.tokens_per_s == pytest.approx(73 / 0.82) and fast.tokens_per_s == pytest.approx(73 / 0.5)
     assert base.step_s == pytest.approx(0.010) and fast.step_s == pytest.approx(0.0125)
-    assert base.ttft_s == pytest.approx(0.1) and fast.e2e_s == pytest.approx(0.5)
+    assert base.ttft and base.ttft.median == pytest.approx(0.1) and fast.e2e and fast.e2e.median == pytest.approx(0.5)
     assert fast.speedup is not None and fast.speedup.mean == pytest.approx(0.82 / 0.5) and fast.speedup.pairs == 5
     assert fast.verdict == "faster" and base.verdict is None and base.speedup is None
     assert fast.needed == pytest.approx(1.25) and fast.got == pytest.approx(72 / 32) and base.got == 1.0
@@ -242,13 +242,13 @@ def test_slower_identical_and_short_runs() -> None:
 def test_a_difference_inside_that_of_the_baseline_from_itself_is_none() -> None:
     scripts = {BASELINE: Script(), "arm": Script(step_s=0.0098)}
     made = run(scripts, control=True).record
-    assert cell(made, "arm").verdict == "faster" and summary.margin(made, "return-code") == 0.01
+    assert cell(made, "arm").verdict == "faster" and summary.margin(made, "return-code", Load()) == 0.01
 
     def drifting(batch: Batch) -> Batch:
         return dataclasses.replace(batch, wall_s=batch.wall_s * 1.04) if batch.arm == CONTROL else batch
 
     unsteady = dataclasses.replace(made, batches=tuple(drifting(b) for b in made.batches))
-    assert summary.margin(unsteady, "return-code") == pytest.approx(0.04)
+    assert summary.margin(unsteady, "return-code", Load()) == pytest.approx(0.04)
     assert cell(unsteady, "arm").verdict == "no difference"
     assert any("baseline against itself" in w for w in report.warnings(unsteady))
 

@@ -21,6 +21,20 @@ RESOLUTION = 0.05  # "no difference" is only said where a difference of 5 % woul
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """How so many values lie. p95 and p99 are None where there are too few values for them to be more than the largest."""
+
+    n: int
+    least: float
+    lower: float  # the 25th percentile
+    median: float
+    upper: float  # the 75th
+    p95: float | None
+    p99: float | None
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ratio:
     """Of candidate to reference: the geometric mean of the pairs' ratios, and its confidence interval.
 
@@ -91,10 +105,64 @@ def pairs_needed(ratio: Ratio, margin: float = MARGIN, resolution: float = RESOL
     return max(ratio.pairs, MINIMUM_PAIRS, math.ceil(ratio.pairs * (half / enough) ** 2))
 
 
+def unpaired_ratio(reference: Sequence[float], candidate: Sequence[float], confidence: float = CONFIDENCE) -> Ratio | None:
+    """The ratio of the geometric means of figures that belong to no pairs, with Welch's t interval of the difference of the
+    mean logs, which allows the two sides different spreads.
+
+    pairs is the smaller side's number. None if a side is empty; no interval if one has fewer than two figures. Raises
+    ValueError if a figure is 0 or less. Welch, The generalization of Student's problem (1947).
+    """
+    if any(not (x > 0 and math.isfinite(x)) for x in (*reference, *candidate)):
+        raise ValueError("a ratio needs finite figures above 0")
+    if not reference or not candidate:
+        return None
+    sides = [[math.log(x) for x in reference], [math.log(x) for x in candidate]]
+    means = [math.fsum(side) / len(side) for side in sides]
+    difference, least = means[1] - means[0], min(len(side) for side in sides)
+    if least < 2:
+        return Ratio(least, math.exp(difference), None, None)
+    of_mean = [
+        math.fsum((x - mean) ** 2 for x in side) / (len(side) - 1) / len(side) for side, mean in zip(sides, means, strict=True)
+    ]
+    spread = math.fsum(of_mean)
+    if spread == 0:
+        return Ratio(least, math.exp(difference), math.exp(difference), math.exp(difference))
+    from scipy.stats import t
+
+    freedom = spread**2 / math.fsum(v**2 / (len(side) - 1) for v, side in zip(of_mean, sides, strict=True))
+    half = float(t.ppf(0.5 + confidence / 2, freedom)) * math.sqrt(spread)
+    return Ratio(least, math.exp(difference), math.exp(difference - half), math.exp(difference + half))
+
+
 def median(values: Sequence[float]) -> float | None:
     """The middle figure, None of nothing."""
+    return quantile(values, 0.5)
+
+
+def quantile(values: Sequence[float], q: float) -> float | None:
+    """The figure that a share q (0 to 1) of the values does not exceed, straight between its neighbours.
+
+    None of nothing, and where a quantile above the median would have less than one value beyond it: the 95th of 19 values or
+    the 99th of 99 would be another name for the largest.
+    """
     ordered = sorted(values)
-    if not ordered:
+    if not ordered or (q > 0.5 and len(ordered) * (1 - q) < 1 - 1e-9):
         return None
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return _at(ordered, q)
+
+
+def _at(ordered: Sequence[float], q: float) -> float:
+    place = q * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    lower, middle, upper = (_at(ordered, q) for q in (0.25, 0.5, 0.75))
+    beyond = quantile(ordered, 0.95), quantile(ordered, 0.99)
+    return Spread(len(ordered), ordered[0], lower, middle, upper, *beyond, ordered[-1])

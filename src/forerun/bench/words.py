@@ -1,0 +1,296 @@
+"""A record in sentences: what was run, whether speculation pays in a cell and on the whole, and what could mislead. Knows
+figures and how to say them; nothing of terminals or pages.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from forerun.bench.record import ArmRecord, Difference, Load, Record
+from forerun.bench.statistics import Ratio, pairs_needed
+from forerun.bench.summary import Cell, Draw, cells, draws, margin, noise
+from forerun.bench.workloads import TASKS, VARIANTS
+
+NEAR_TIE = 0.5  # in log-probability: wider than rounding in bfloat16 moves two logits of one forward pass apart
+BUSY = 0.5  # load average for each core from which other programs are likely to disturb
+LATE_S = 0.005  # requests sent later than that after their time: the load generator itself was short of processor time
+CALLS = {
+    "faster": "speculation pays",
+    "slower": "speculation does not pay",
+    "no difference": "speculation makes no difference",
+    "not enough data": "not enough data to say whether it pays",
+}
+
+
+def title(record: Record) -> str:
+    s, m, v = record.settings, record.machine, record.versions
+    where = m.accelerator or f"{m.cpu}, {m.cores} cores"
+    dtype = s.arms[0].engine.get("dtype", "")
+    engine = versions_of(record)
+    return (
+        f"{s.model} {dtype} on {where}. {s.repetitions} repetitions of {loads_of(record)}, "
+        f"at most {s.max_tokens} output tokens. forerun {v.get('forerun', '?')}, {engine}"
+        f"{record.started}, {record.seconds:.0f} s."
+    ).replace("  ", " ")
+
+
+def loads_of(record: Record) -> str:
+    """What each repetition sent: 8 requests; 8 requests at c=1, 64 at 2/s."""
+    loads = record.settings.loads
+    if len(loads) == 1 and loads[0].kind == "concurrency" and loads[0].concurrency == loads[0].requests:
+        return _count(loads[0].requests, "request")
+    return ", ".join(f"{_count(load.requests, 'request')} at {load.label}" for load in loads)
+
+
+def versions_of(record: Record) -> str:
+    if record.settings.engine == "forerun":
+        return f"torch {record.versions.get('torch', '?')}, "
+    found = {f"{a.facts.engine} {a.facts.version or ''}".strip() for a in record.settings.arms if a.facts}
+    return ", ".join(sorted(found or {record.settings.engine})) + ", "
+
+
+def command(record: Record) -> str:
+    """The command line that repeats the run; of older records as much as can be told from the settings."""
+    s = record.settings
+    if s.command:
+        return shlex.join(s.command)
+    parts = ["forerun", "bench", "-m", s.model, "--tasks", ",".join(s.tasks)]
+    for arm in s.arms:
+        if arm.speculation is not None:
+            keys = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+            known = {key: arm.speculation[key] for key in keys if key in arm.speculation}
+            parts += ["-a", arm.name if arm.name == "suffix" else str(known).replace("'", '"')]
+    parts += ["-r", str(s.repetitions), "--warmups", str(s.warmups), "-n", str(s.max_tokens), "-c", str(s.concurrency)]
+    return shlex.join([*parts, "--seed", str(s.seed), *(["--control"] if s.control else [])])
+
+
+def about(task: str) -> str:
+    """What a task stands for, in half a line."""
+    return TASKS[task].about if task in TASKS else "the user's own prompts"
+
+
+def place(task: str, load: Load, record: Record) -> str:
+    """A cell's task, and its load where the run has several."""
+    return task if len(record.settings.loads) == 1 else f"{task} at {load.label}"
+
+
+def times(ratio: Ratio) -> str:
+    """1.64 times the baseline's speed (1.60 to 1.68)."""
+    said = f"{ratio.mean:.2f} times the baseline's speed"
+    return said + (f" ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.low is not None and ratio.high is not None else "")
+
+
+def sentence(cell: Cell, record: Record) -> str | None:
+    """Whether speculation pays in this cell, and why. None for the arms that do not speculate."""
+    if cell.verdict is None or cell.arm == record.settings.control:
+        return None
+    said = f"{place(cell.task, cell.load, record)}, {cell.arm}: {CALLS[cell.verdict]}"
+    if cell.verdict == "not enough data":
+        return said + unsettled(cell, record)
+    assert cell.speedup is not None
+    seen = " as a request sees it" if cell.load.kind != "concurrency" else ""
+    return f"{said}, {times(cell.speedup)}{seen}.{why(cell)}"
+
+
+def unsettled(cell: Cell, record: Record) -> str:
+    """What there is of data, and what would settle it."""
+    r = cell.speedup
+    if r is None:
+        return "; no pair of batches was completed."
+    more = pairs_needed(r, margin(record, cell.task, cell.load))
+    most = VARIANTS // cell.load.requests - record.settings.warmups
+    if more is None:
+        remedy = " Try --repetitions 8."
+    elif more <= most:
+        remedy = f" Try --repetitions {max(more, r.pairs + 1)}."
+    else:
+        remedy = " That is too uneven for more repetitions to settle: measure on a quieter machine."
+    return f": {times(r)} over {_count(r.pairs, 'pair')}.{remedy}"
+
+
+def why(cell: Cell) -> str:
+    """Break-even: what a step cost and what it gave. Begins with a space."""
+    if cell.counts is None or cell.needed is None or cell.got is None:
+        return ""
+    if not cell.counts.drafted:
+        return " It never had a draft, so every step gave one token."
+    return (
+        f" A step took {cell.needed:.2f} times as long as a plain one, so it needed {cell.needed:.2f} tokens to break even; "
+        f"it got {cell.got:.2f}."
+    )
+
+
+def headline(record: Record) -> tuple[str, list[str]]:
+    """The answer in a few words, and a sentence for each candidate: where it is faster, where slower, where neither."""
+    judged = [c for c in cells(record) if c.verdict is not None and c.arm != record.settings.control]
+    calls = {c.verdict for c in judged}
+    if not judged or calls == {"not enough data"}:
+        answer = "Not enough data to say"
+    elif calls == {"faster"}:
+        answer = "Yes, speculation pays here"
+    elif "faster" in calls:
+        answer = "It depends on what is asked"
+    elif "slower" in calls:
+        answer = "No, speculation does not pay here"
+    elif calls == {"no difference"}:
+        answer = "Speculation makes no difference here"
+    else:
+        answer = "Speculation is not seen to pay here"
+    arms = list(dict.fromkeys(c.arm for c in judged))
+    return answer, [f"{arm}: {_places([c for c in judged if c.arm == arm], record)}." for arm in arms]
+
+
+def _places(of_arm: list[Cell], record: Record) -> str:
+    said = []
+    for call, words in (
+        ("faster", "faster on"),
+        ("no difference", "no difference on"),
+        ("slower", "slower on"),
+        ("not enough data", "undecided on"),
+    ):
+        here = [c for c in of_arm if c.verdict == call]
+        if here:
+            shown = call in ("faster", "slower")
+            names = [
+                place(c.task, c.load, record) + (f" ({c.speedup.mean:.2f}×)" if shown and c.speedup else "") for c in here
+            ]
+            said.append(f"{words} {listed(names)}")
+    return "; ".join(said)
+
+
+def listed(names: Iterable[str]) -> str:
+    """a, b and c."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def drawn(draw: Draw) -> str:
+    """What the test of sampled first tokens found."""
+    c = draw.comparison
+    against = "the baseline's" if draw.against == "samples" else "the baseline's log-probabilities"
+    if c.p is None:
+        return f"{draw.arm}: too few sampled first tokens to compare their distribution with {against}."
+    head = f"{draw.arm}: {c.samples} sampled first tokens against {against}, p = {c.p:.2g}"
+    if c.finding == "different":
+        return f"{head}: they are not drawn from the same distribution. That is a fault to report, with the record attached."
+    return f"{head}: no sign of another distribution (a shift of w = {c.visible:.2f} would have been seen)."
+
+
+def warnings(record: Record) -> list[str]:
+    """What could mislead a reader of the figures, each with what to do about it."""
+    s, m = record.settings, record.machine
+    every = cells(record)
+    found = list(record.notes)
+    if not record.finished:
+        found.append("the run was interrupted; the figures are of what was measured until then.")
+    if m.load is not None and m.load > BUSY * m.cores:
+        found.append(
+            f"the machine was busy when the run began (load {m.load:.1f} on {m.cores} cores); close other programs and "
+            "measure again."
+        )
+    if s.warmups == 0:
+        found.append("there was no warm-up, so the first repetition pays for first-time costs; leave --warmups at 1 or more.")
+    for cell in every:
+        found += [f"{place(cell.task, cell.load, record)}, {cell.arm}: {said}" for said in _cell(cell)]
+    found += _noted(record)
+    for task in s.tasks:
+        for load in s.loads:
+            control = noise(record, task, load)
+            if control is not None and margin(record, task, load) > 0.02:
+                found.append(
+                    f"{place(task, load, record)}: the baseline against itself came out at {control.mean:.3f}; nothing smaller "
+                    "is called a difference. A quieter machine or more --repetitions narrow it."
+                )
+        caution = TASKS[task].caution if task in TASKS else None
+        if caution and any(c.task == task for c in every):
+            found.append(f"{task}: {caution}.")
+    found += _unequal(record)
+    found += [said for arm in s.arms for said in facts(arm, s.arms[0])]
+    found += _departures(record)
+    found += [drawn(d) for d in draws(record) if d.comparison.finding == "different"]
+    return found
+
+
+def _cell(cell: Cell) -> list[str]:
+    found = []
+    if cell.failures:
+        found.append(f"{cell.failures} of {cell.requests} requests failed and were left out, with the batch they were in.")
+    if cell.cached_tokens:
+        found.append(
+            f"{cell.cached_tokens} prompt tokens came from the prefix cache, so time to first token is flattered."
+        )
+    if cell.requests > cell.failures and cell.output_tokens / (cell.requests - cell.failures) < 16:
+        found.append("answers are shorter than 16 tokens on average, mostly prompt time; choose another task or model.")
+    if cell.late is not None and (cell.late.p95 or 0.0) > LATE_S:
+        found.append(
+            f"one request in twenty was sent {1000 * (cell.late.p95 or 0.0):.0f} ms or more after its time, which counts as "
+            "latency; the machine that sends was short of processor time."
+        )
+    return found
+
+
+def _noted(record: Record) -> list[str]:
+    """The notes of measured batches, each once with how many batches have it."""
+    seen: dict[str, int] = {}
+    for batch in record.batches:
+        for note in batch.notes:
+            said = f"{place(batch.task, batch.load, record)}, {batch.arm}: {note}"
+            seen[said] = seen.get(said, 0) + (not batch.warmup)
+    return [said + (f" ({n} batches)" if n > 1 else "") for said, n in seen.items() if n]
+
+
+def _unequal(record: Record) -> list[str]:
+    """Engine settings in which an arm differs from the reference, but for the drafter."""
+    first, *others = record.settings.arms
+    return [
+        f"{arm.name} ran with {key}={arm.engine.get(key)!r}, {first.name} with {first.engine.get(key)!r}; the "
+        "comparison includes that."
+        for arm in others
+        for key in first.engine
+        if key != "speculative_config" and arm.engine and arm.engine.get(key) != first.engine.get(key)
+    ]
+
+
+def facts(arm: ArmRecord, reference: ArmRecord) -> list[str]:
+    """In which scheduler facts an arm differs from the reference, and what its engine's log says it did instead."""
+    if arm.facts is None:
+        return []
+    found = [f"{arm.name}: the engine says: {line}" for line in (*arm.facts.fallbacks, *arm.facts.warnings)]
+    if reference.facts is None or arm.name == reference.name:
+        return found
+    ours, theirs = arm.facts.scheduler, reference.facts.scheduler
+    return found + [
+        f"{arm.name} ran with {key} {ours.get(key, 'not reported')}, {reference.name} with {theirs.get(key, 'not reported')}; "
+        "the comparison includes that."
+        for key in dict.fromkeys([*theirs, *ours])
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def _departures(record: Record) -> list[str]:
+    """Where greedy answers differed, and whether a near-tie explains it."""
+    found = []
+    for arm in record.settings.arms:
+        of_arm = [d for d in record.differences if d.arm == arm.name]
+        if not of_arm:
+            continue
+        near = [d for d in of_arm if d.gap is not None and d.gap <= NEAR_TIE]
+        wide = [d for d in of_arm if d.gap is not None and d.gap > NEAR_TIE]
+        places = ", ".join([_where(d, record) for d in of_arm[:4]] + ["…"] * (len(of_arm) > 4))
+        said = f"{arm.name}: {_count(len(of_arm), 'greedy answer')} left the baseline's ({places})."
+        if near:
+            said += f" {len(near)} at a near-tie, where a verify step's different order of summing decides."
+        if wide:
+            said += f" {len(wide)} where the model was sure: that is a fault worth reporting, with the record attached."
+        found.append(said)
+    return found
+
+
+def _where(d: Difference, record: Record) -> str:
+    gap = "" if d.gap is None else f", margin {d.gap:.3f}"
+    return f"{place(d.task, d.load, record)} {d.repetition + 1} at {d.unit} {d.position + 1}{gap}"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n != 1)}"
