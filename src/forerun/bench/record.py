@@ -109,7 +109,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The drafting counts of one request, as in engine/stats.py: drafted = verified by the target, accepted = committed."""
+    """The drafting counts of one request, as in engine/stats.py: drafted = verified by the target, accepted = committed.
+
+    An engine that does not give all of them leaves what cannot be: with drafted > 0, drafting_steps 0 means not counted, and
+    empty drafted_at or accepted_at mean not counted by position."""
 
     steps: int
     drafting_steps: int

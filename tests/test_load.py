@@ -1,0 +1,139 @@
+"""Arrival times, what is in flight, and from when latency counts; on a scripted endpoint and a clock that jumps ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+from collections.abc import AsyncIterator
+
+import pytest
+
+from forerun.bench import load
+from forerun.bench.endpoint import Ask, Piece, RequestFailed
+from forerun.bench.record import Answer, Facts, Load, ServerCounters
+from forerun.types import SettingError
+
+
+class SlowServer:
+    """Answers one request at a time, each in so many seconds of the loop's own time, in the order in which they came."""
+
+    def __init__(self, seconds: float, fail: int = -1) -> None:
+        self.seconds, self.fail = seconds, fail
+        self.turn = asyncio.Lock()
+        self.in_flight = self.most = 0
+        self.came: list[float] = []
+
+    async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
+        now = asyncio.get_running_loop().time
+        self.came.append(now())
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        try:
+            async with self.turn:
+                await asyncio.sleep(self.seconds)
+                if len(self.came) - 1 == self.fail:
+                    raise RequestFailed("broken")
+                yield Piece(now(), "x", (1,), "length", {"completion_tokens": 1, "prompt_tokens": 2}, None, 2)
+        finally:
+            self.in_flight -= 1
+
+    async def facts(self) -> Facts:
+        return Facts("slow")
+
+    async def counters(self) -> ServerCounters | None:
+        return None
+
+
+class Jumping(asyncio.SelectorEventLoop):
+    """Time jumps to the next timer instead of passing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 1000.0
+
+    def time(self) -> float:
+        return self._now
+
+    def _run_once(self) -> None:  # asyncio's own loop step, preceded by the jump
+        ready, scheduled = self._ready, self._scheduled  # type: ignore[attr-defined]
+        if not ready and scheduled:
+            self._now = max(self._now, scheduled[0]._when)
+        super()._run_once()  # type: ignore[misc]
+
+
+def drive(
+    seconds: float, shape: Load, fail: int = -1, trace: tuple[float, ...] = ()
+) -> tuple[tuple[Answer, ...], float, SlowServer]:
+    async def run() -> tuple[tuple[Answer, ...], float, SlowServer]:
+        server = SlowServer(seconds, fail)
+        asks = [Ask(f"p {i}", 1, text="t") for i in range(shape.requests)]
+        due = load.arrivals(shape, 5, trace)
+        answers, wall = await load.drive(server, asks, shape, due, asyncio.get_running_loop().time)
+        return answers, wall, server
+
+    with asyncio.Runner(loop_factory=Jumping) as runner:
+        return runner.run(run())
+
+
+def test_a_fixed_concurrency_is_kept_up() -> None:
+    answers, wall, server = drive(1.0, Load(concurrency=3, requests=9))
+    assert server.most == 3 and wall == pytest.approx(9.0), "one at a time, nine of them"
+    assert [a.prompt for a in answers] == [f"p {i}" for i in range(9)]
+    # the first three were due at once; each later one when its predecessor in the same stream ended
+    assert [a.scheduled_s for a in answers] == pytest.approx([0, 0, 0, 1, 2, 3, 4, 5, 6])
+    assert [a.e2e_s for a in answers] == pytest.approx([1, 2, 3, 3, 3, 3, 3, 3, 3])
+
+
+def test_open_loop_latency_counts_the_queue() -> None:
+    """A request every second on a server that takes two: each waits a second longer than the one before. A client that waited
+    for answers before sending would have seen two seconds every time."""
+    answers, wall, server = drive(2.0, Load("trace", requests=10), trace=tuple(float(i) for i in range(10)))
+    assert [a.e2e_s for a in answers] == pytest.approx([2 + i for i in range(10)]) and wall == pytest.approx(20.0)
+    assert server.most > 5 and [a.scheduled_s for a in answers] == pytest.approx(list(range(10)))
+    assert [came - 1000.0 for came in server.came] == pytest.approx(list(range(10)))
+
+
+def test_a_client_that_is_late_does_not_hide_it() -> None:
+    """The loop is stalled for five seconds while two requests fall due: they are sent late, and the wait is in their times."""
+
+    async def run() -> tuple[Answer, ...]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Jumping)
+
+        def stall() -> None:
+            loop._now += 5.0
+
+        loop.call_later(0.5, stall)
+        server, shape = SlowServer(0.001), Load("trace", requests=2)
+        asks = [Ask(f"p {i}", 1, text="t") for i in range(2)]
+        return (await load.drive(server, asks, shape, [1.0, 2.0], loop.time))[0]
+
+    with asyncio.Runner(loop_factory=Jumping) as runner:
+        answers = runner.run(run())
+    assert [a.sent_s for a in answers] == pytest.approx([4.5, 3.5])
+    assert answers[0].ttft_s >= 4.5 and answers[1].ttft_s >= 3.5
+
+
+def test_poisson_arrivals_have_the_rate_and_the_spread_of_a_poisson_process() -> None:
+    times = load.arrivals(Load("poisson", rate=4.0, requests=4001), 7)
+    assert times is not None and times[0] == 0.0
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = statistics.fmean(gaps)
+    assert mean == pytest.approx(0.25, rel=0.06) and statistics.stdev(gaps) == pytest.approx(mean, rel=0.08)
+    assert times == load.arrivals(Load("poisson", rate=4.0, requests=4001), 7), "every arm gets the same arrivals"
+    assert times != load.arrivals(Load("poisson", rate=4.0, requests=4001), 8)
+
+
+def test_a_trace_keeps_its_times_or_is_sped_up() -> None:
+    trace = (0.0, 1.5, 1.5, 9.0)
+    assert load.arrivals(Load("trace", requests=4), 0, trace) == list(trace)
+    assert load.arrivals(Load("trace", requests=3, speed=3.0), 0, trace) == pytest.approx([0.0, 0.5, 0.5])
+    with pytest.raises(SettingError, match="shorter"):
+        load.arrivals(Load("trace", requests=5), 0, trace)
+
+
+def test_one_failure_does_not_stop_the_others() -> None:
+    answers, _, _ = drive(1.0, Load(concurrency=1, requests=4), fail=1)
+    assert [a.failed for a in answers] == [False, True, False, False] and answers[1].failure == "broken"
+    assert [a.tokens for a in answers] == [1, 0, 1, 1] and answers[1].e2e_s == pytest.approx(1.0)
