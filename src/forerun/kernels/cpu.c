@@ -138,6 +138,13 @@ INLINE void sum4(float *to, v16 a, v16 b, v16 c, v16 d) {
 #endif
 }
 
+/* two of them, by the same tree */
+INLINE void sum2(float *to, v16 a, v16 b) {
+    float all[4];
+    sum4(all, a, b, a, b);
+    to[0] = all[0], to[1] = all[1];
+}
+
 INLINE v16 exp16(v16 x) { /* within 2 ulp; exactly 0 below -87 */
     const v16 magic = splat(12582912.0f);
     i16 keep = x > splat(-87.0f);
@@ -272,7 +279,60 @@ INLINE void block(const int n, const bf16 *w, int valid, int64_t k, const bf16 *
     for (int j = 0; j < n; j++) sum4(sums + j * LANES, acc[0][j], acc[1][j], acc[2][j], acc[3][j]);
 }
 
+#if ABREAST > 2
+/* The same for 2 rows of w and up to 10 of x: each weight is loaded once, where two passes of `block` would load it twice. */
+INLINE void pair(const int n, const bf16 *w0, const bf16 *w1, int64_t k, const bf16 *x, int64_t stride, float *sums,
+                 const char *next) {
+    v16 acc[2][10];
+#pragma GCC unroll 10
+    for (int j = 0; j < n; j++) acc[0][j] = acc[1][j] = (v16){0};
+    int64_t i = 0;
+    for (; i + 32 <= k; i += 32) {
+        fetch(next), fetch(next + 64);
+        next += 128;
+        u16 a = load_words(w0 + i), b = load_words(w1 + i);
+#pragma GCC unroll 10
+        for (int j = 0; j < n; j++) {
+            u16 v = load_words(x + j * stride + i);
+            acc[0][j] = dot2(acc[0][j], a, v);
+            acc[1][j] = dot2(acc[1][j], b, v);
+        }
+    }
+    if (i < k) {
+        int left = (int)(k - i);
+        u16 a = load_tail(w0 + i, left), b = load_tail(w1 + i, left);
+#pragma GCC unroll 10
+        for (int j = 0; j < n; j++) {
+            u16 v = load_words(x + j * stride + i);
+            acc[0][j] = dot2(acc[0][j], a, v);
+            acc[1][j] = dot2(acc[1][j], b, v);
+        }
+    }
+#pragma GCC unroll 10
+    for (int j = 0; j < n; j++) sum2(sums + j * LANES, acc[0][j], acc[1][j]);
+}
+
+static void pairs(int n, const bf16 *w, int valid, int64_t k, const bf16 *x, int64_t stride, float *sums, const char *next) {
+    for (int p = 0; p < 4; p += 2) {
+        const bf16 *w0 = w + (p < valid ? p : valid - 1) * k, *w1 = w + (p + 1 < valid ? p + 1 : valid - 1) * k;
+        switch (n) {
+        case 7: pair(7, w0, w1, k, x, stride, sums + p, next); break;
+        case 8: pair(8, w0, w1, k, x, stride, sums + p, next); break;
+        case 9: pair(9, w0, w1, k, x, stride, sums + p, next); break;
+        default: pair(10, w0, w1, k, x, stride, sums + p, next); break;
+        }
+        next += k / 32 * 128;
+    }
+}
+#endif
+
 static void blocks(int n, const bf16 *w, int valid, int64_t k, const bf16 *x, int64_t stride, float *sums, const char *next) {
+#if ABREAST > 2
+    if (n > ABREAST && n <= 10) {
+        pairs(n, w, valid, k, x, stride, sums, next);
+        return;
+    }
+#endif
     int passes = (n + ABREAST - 1) / ABREAST;
     for (int p = 0; p < passes; p++) {
         int low = n * p / passes, high = n * (p + 1) / passes;
