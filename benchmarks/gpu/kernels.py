@@ -161,7 +161,7 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
 
 
 ATTENTION_CUTS = tuple(
-    cuda_attention.Cut(warps, positions, least, 264) for warps, positions in ((2, 16), (2, 32), (4, 16), (4, 32), (8, 16)) for least in (1, 2, 4)
+    cuda_attention.Cut(warps, positions, least, 264) for warps, positions in ((4, 64), (4, 128), (8, 64), (8, 128)) for least in (1, 2, 4)
 )
 
 

@@ -37,13 +37,13 @@ TUNED: dict[tuple[int, int, bool], Tiles] = {
     (1024, 2048, False): Tiles(16, 8, 0, 1),
     (3072, 1024, True): Tiles(32, 4, 256, 4, apart=True),
     (1024, 3072, False): Tiles(8, 8, 0, 3),
-    (151936, 1024, False): Tiles(64, 8, 128, 4),
+    (151936, 1024, False): Tiles(64, 4, 128, 4, apart=True),
     # Llama-3.1-8B
     (6144, 4096, False): Tiles(16, 2, 256, 4, apart=True),
     (4096, 4096, False): Tiles(16, 4, 512, 3, 4),
     (14336, 4096, True): Tiles(32, 4, 256, 4, apart=True),
     (4096, 14336, False): Tiles(16, 4, 512, 3, 4),
-    (128256, 4096, False): Tiles(32, 4, 256, 3, ahead=2048, apart=True),
+    (128256, 4096, False): Tiles(64, 4, 128, 4, apart=True),
 }
 
 

@@ -100,16 +100,14 @@ def _add_up(
 def decode_kernel(
     qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, table, out, part, part_top, part_total, arrived, TABLE, scale,
     eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
-    BM: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    BM: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, PDL: tl.constexpr,
 ):
-    """QUERIES: blocks of BM queries that a row and key head has. LEAST: tiles of a stretch, at least. Each warp has its
-    own BN positions of a tile and its own softmax over them; only at the end do the warps' results meet."""
+    """QUERIES: blocks of BM queries that a row and key head has. LEAST: tiles of BN positions of a stretch, at least."""
     row, split = tl.program_id(0), tl.program_id(2)
     head, queries = tl.program_id(1) // QUERIES, tl.program_id(1) % QUERIES
     group: tl.constexpr = HEADS // KV
     stride: tl.constexpr = (HEADS + 2 * KV) * D
-    tile: tl.constexpr = WARPS * BN
     table += row.to(tl.int64) * TABLE
     half: tl.constexpr = D // 2
     d = tl.arange(0, DP)
@@ -119,20 +117,20 @@ def decode_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(first - WINDOW + 1, 0)
-    tiles = tl.cdiv(first + WIDTH - low, tile)
+    tiles = tl.cdiv(first + WIDTH - low, BN)
     each = tl.maximum(tl.cdiv(tiles, SPLITS), LEAST)
     active = tl.cdiv(tiles, each)
     if split >= active:
         return
     # from the last position downwards, so that the new tokens are in the first tile of the first stretch
     here = tl.minimum(each, tiles - split * each)
-    start = first + WIDTH - (split * each + 1) * tile
-    p0 = start + tl.arange(0, WARPS)[:, None] * BN + tl.arange(0, BN)[None, :]  # [WARPS,BN]
+    start = first + WIDTH - (split * each + 1) * BN
+    p0 = start + tl.arange(0, BN)
     if PDL:
         lines: tl.constexpr = DP // 64 if DP >= 64 else 1
-        i = tl.arange(0, tile * lines)
+        i = tl.arange(0, BN * lines)
         for j in range(here):
-            p = start - j * tile + i // lines
+            p = start - j * BN + i // lines
             at_pages = _places(table, p, (p >= low) & (p < first), head, KV, D, BLOCK, FAR) + i % lines * 64
             prefetch(key_pages + at_pages, PDL)
             prefetch(value_pages + at_pages, PDL)
@@ -157,36 +155,30 @@ def decode_kernel(
         tl.store(value_pages + to_pages + d[None, :], v, mask=ok)
         tl.debug_barrier()
 
-    q_a = tl.broadcast_to(q_a[None, :, :], (WARPS, BM, HP))
-    q_b = tl.broadcast_to(q_b[None, :, :], (WARPS, BM, HP))
-    last = (first + token)[None, :, None]  # the position that a query sees up to
-    top = tl.full((WARPS, BM), LOWEST, tl.float32)
-    total = tl.zeros((WARPS, BM), tl.float32)
-    mixed = tl.zeros((WARPS, BM, DP), tl.float32)
+    last = (first + token)[:, None]  # the position that a query sees up to
+    top = tl.full((BM,), LOWEST, tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    mixed = tl.zeros((BM, DP), tl.float32)
     for j in range(here):
-        p = p0 - j * tile
-        at_pages = _places(table, p, p >= low, head, KV, D, BLOCK, FAR)[:, :, None]
-        there = (p >= low)[:, :, None] & (h < half)[None, None, :]
-        keys_a = tl.load(key_pages + at_pages + h[None, None, :], mask=there, other=0.0)  # [WARPS,BN,HP]
-        keys_b = tl.load(key_pages + at_pages + half + h[None, None, :], mask=there, other=0.0)
-        there = (p >= low)[:, :, None] & (d < D)[None, None, :]
-        values = tl.load(value_pages + at_pages + d[None, None, :], mask=there, other=0.0)  # [WARPS,BN,DP]
-        scores = tl.dot(q_b, tl.permute(keys_b, (0, 2, 1)), tl.dot(q_a, tl.permute(keys_a, (0, 2, 1))))  # [WARPS,BM,BN]
+        p = p0 - j * BN
+        at_pages = _places(table, p, p >= low, head, KV, D, BLOCK, FAR)[:, None]
+        there = (p >= low)[:, None] & (h < half)[None, :]
+        keys_a = tl.load(key_pages + at_pages + h[None, :], mask=there, other=0.0)  # [BN,HP]
+        keys_b = tl.load(key_pages + at_pages + half + h[None, :], mask=there, other=0.0)
+        there = (p >= low)[:, None] & (d < D)[None, :]
+        values = tl.load(value_pages + at_pages + d[None, :], mask=there, other=0.0)  # [BN,DP]
+        scores = tl.dot(q_b, keys_b.T, tl.dot(q_a, keys_a.T))  # [BM,BN]
         scores *= scale * LOG2E
-        seen = (p >= low)[:, None, :] & (p[:, None, :] <= last)
+        seen = (p >= low)[None, :] & (p[None, :] <= last)
         if WINDOW > 0:
-            seen = seen & (p[:, None, :] > last - WINDOW)
+            seen = seen & (p[None, :] > last - WINDOW)
         top, total, mixed = _step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
 
     good = query_ok[:, None] & (d < D)[None, :]
-    highest = tl.max(top, 0)
-    share = tl.exp2(top - highest[None, :])
-    total = tl.sum(total * share, 0)
-    mixed = tl.sum(mixed * share[:, :, None], 0)  # [BM,DP]
     to = out + (((row * WIDTH + token) * HEADS + head * group + m % group) * D)[:, None] + d[None, :]
     if active > 1:
         _add_up(
-            mixed, highest, total, part, part_top, part_total, arrived, to, good, tl.arange(0, BM), query_ok, d,
+            mixed, top, total, part, part_top, part_total, arrived, to, good, tl.arange(0, BM), query_ok, d,
             (row * KV + head) * QUERIES + queries, split, active, D, DP, BM, SPLITS,
         )
     else:
@@ -284,8 +276,8 @@ def prefill_kernel(
 
 
 class Cut(NamedTuple):
-    """How a decode launch is cut. warps; positions of a warp in a tile; tiles of a stretch, at least; programs: so many
-    are enough for the device."""
+    """How a decode launch is cut. warps; positions of a tile; tiles of a stretch, at least; programs: so many are enough
+    for the device."""
 
     warps: int
     positions: int
@@ -293,13 +285,13 @@ class Cut(NamedTuple):
     programs: int = 264
 
 
-CUTS = {64: Cut(8, 32, 1), 128: Cut(8, 16, 1)}  # for heads up to so wide
+CUTS = {64: Cut(4, 128, 1), 128: Cut(4, 128, 1)}  # for heads up to so wide
 
 
 def cut_for(dim: int, width: int) -> Cut:
     """A tile has room for all new tokens of a row."""
     cut = CUTS[64 if dim <= 64 else 128]
-    return cut._replace(positions=max(cut.positions, power_of_two(triton.cdiv(width, cut.warps))))
+    return cut._replace(positions=max(cut.positions, power_of_two(width)))
 
 
 def attend_decode(
@@ -314,7 +306,7 @@ def attend_decode(
     bm = 16
     queries = triton.cdiv(width * (heads // kv), bm)
     padded = max(16, power_of_two(dim))
-    most = triton.cdiv(context, cut.warps * cut.positions * cut.least)  # stretches of the longest context
+    most = triton.cdiv(context, cut.positions * cut.least)  # stretches of the longest context
     splits = max(1, min(triton.cdiv(cut.programs, rows * kv * queries), most, 64))
     out = qkv.new_empty(qkv.shape[0], heads * dim)
     slots = rows * kv * queries * splits
@@ -323,7 +315,7 @@ def attend_decode(
     decode_kernel[(rows, kv * queries, splits)](
         qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages, batch.positions,
         batch.block_table, out, part, sums[0], sums[1], arrived, batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width, HEADS=heads,
-        KV=kv, D=dim, DP=padded, HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=power_of_two(width), WARPS=cut.warps, BN=cut.positions, BLOCK=key_pages.shape[2], SPLITS=splits,
+        KV=kv, D=dim, DP=padded, HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=power_of_two(width), BN=cut.positions, BLOCK=key_pages.shape[2], SPLITS=splits,
         LEAST=cut.least, WINDOW=window, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31,
         PDL=pdl, num_warps=cut.warps, num_stages=1, **({"launch_pdl": True} if pdl else {}),
     )

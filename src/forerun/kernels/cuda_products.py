@@ -21,6 +21,9 @@ from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
 
 
+RUN = tl.constexpr(256)  # weights of a row that one instruction calls into the cache
+
+
 class Tiles(NamedTuple):
     """How a product is cut. columns: outputs of a program. warps. step: the part of K that a program takes at a time
     (0: all of K at once, held in registers). stages: of the pipeline over K (with step 0: the parts, each a power of two, that
@@ -52,6 +55,16 @@ def prefetch(pointers, PDL: tl.constexpr):
     if PDL:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.uint64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def prefetch_runs(pointers, COUNT: tl.constexpr, PDL: tl.constexpr):
+    """Ask for the COUNT two-byte values from each pointer on to be brought into the L2 cache, in one instruction each."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+            [pointers.to(tl.uint64, bitcast=True), tl.full(pointers.shape, COUNT * 2, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )
 
 
@@ -168,7 +181,8 @@ def loop_kernel(
     even: tl.constexpr = K % STEP == 0
     mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
     if PDL and AHEAD > 0:
-        prefetch(mine + tl.where(there, rows, 0)[:, None] * K + tl.arange(0, AHEAD // 64)[None, :] * 64, PDL)
+        run: tl.constexpr = min(AHEAD, RUN)
+        prefetch_runs(mine + tl.where(there, rows, 0)[:, None] * K + tl.arange(0, AHEAD // run)[None, :] * run, run, PDL)
     wait(PDL)
     scale = tl.zeros((BM,), tl.float32)
     if NORM:
