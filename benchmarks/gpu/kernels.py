@@ -161,7 +161,7 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
 
 
 ATTENTION_CUTS = tuple(
-    cuda_attention.Cut(warps, positions, least, 264) for warps, positions in ((4, 64), (4, 128), (8, 64), (8, 128)) for least in (1, 2, 4)
+    cuda_attention.Cut(warps, 128, 1, 264, at_once) for warps in (4, 8) for at_once in (1, 4)
 )
 
 
@@ -277,13 +277,22 @@ class Step:
 
 
 def check_step(step: Step, rows: int, width: int, context: int) -> float:
-    """The logits of a step against the torch twin's in bfloat16. Layers of random weights magnify rounding: a few are run."""
+    """The logits and keys of a step against the torch twin's in bfloat16; width 0: ragged rows, as in prefill. Layers of
+    random weights magnify rounding: a few are run."""
     kept, step.layers = step.layers, step.layers[:4]
-    batch = step.batch(rows, width, context)
-    keys = [(layer.keys.clone(), layer.values.clone()) for layer in step.layers]
-    got = step.forward(CudaKernels(DEVICE).bounded(width, context + width), batch)
+    if width:
+        batch, run = step.batch(rows, width, context), CudaKernels(DEVICE).bounded(width, context + width)
+    else:
+        counts = [context, 1, 37][:rows]
+        whole = step.batch(rows, 1, context)
+        positions = torch.cat([torch.arange(i * 20, i * 20 + count) for i, count in enumerate(counts)]).to(DEVICE)
+        ids = torch.randint(step.model.vocabulary, (len(positions),), device=DEVICE)
+        starts = torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
+        batch, run = whole._replace(ids=ids, positions=positions, row_start=starts), CudaKernels(DEVICE)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in step.layers]
+    got = step.forward(run, batch)
     got_keys = [layer.keys.clone() for layer in step.layers]
-    for layer, (key, value) in zip(step.layers, keys, strict=True):
+    for layer, (key, value) in zip(step.layers, before, strict=True):
         layer.keys.copy_(key)
         layer.values.copy_(value)
     want = step.forward(reference, batch)
@@ -300,7 +309,7 @@ def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
         for tiles in cuts(*shape, kind not in ("o", "down"))
     ]
     loads = ((1, 1, 512), (1, 9, 512))
-    attention_jobs = [(step.model, *load, cut) for step in steps for load in loads for cut in ATTENTION_CUTS] if "attention" in given else []
+    attention_jobs = [(step.model, *load, cut) for step in steps for load in LOADS for cut in ATTENTION_CUTS] if "attention" in given else []
     began = time.time()
     with concurrent.futures.ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
         problems: dict[Any, str] = dict(zip(jobs, pool.map(compile_product, jobs), strict=True))
@@ -400,7 +409,7 @@ def main() -> None:
         save()
     result["checks"] = {}
     for step in steps:
-        for rows, width, context in ((1, 1, 300), (1, 9, 700), (3, 5, 130)):
+        for rows, width, context in ((1, 1, 300), (1, 9, 700), (3, 5, 130), (8, 5, 600), (3, 0, 150)):
             worst = check_step(step, rows, width, context)
             result["checks"][f"{step.model.name} {rows} x {width} at {context}"] = worst
             print(f"{step.model.name} {rows} x {width} at {context}: differs from the twin by {worst:.1e}", flush=True)

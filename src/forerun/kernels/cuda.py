@@ -21,7 +21,7 @@ from forerun.kernels.cuda_attention import attend_decode, attend_ragged
 from forerun.kernels.cuda_products import Tiles, launch, power_of_two
 from forerun.types import require
 
-FEW_TOKENS = 16
+FEW_TOKENS = 64
 
 
 # (outputs, k, gate): the fastest cut measured on an H200 by benchmarks/gpu/kernels.py, for shapes that were

@@ -67,7 +67,7 @@ def _step(scores, values, top, total, mixed):
 @triton.jit
 def _add_up(
     mixed, top, total, part, part_top, part_total, arrived, to, good, m, query_ok, d, mine, split, active, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """Store this stretch's part; the program that stores the last one adds them all up, in order, and stores at `to`."""
     slot = mine * SPLITS + split
@@ -77,21 +77,27 @@ def _add_up(
     tl.debug_barrier()  # every thread's part is stored before one of them says so
     before = tl.atomic_add(arrived + mine, 1, sem="acq_rel")
     if before == active - 1:
-        # [BM,DP] at a time in a short loop: what a decode step waits for is above all the fetching of instructions
+        # AT_ONCE stretches in a short loop: what a decode step waits for is above all loads and the fetching of instructions
         top = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
         mixed = tl.zeros((BM, DP), tl.float32)
-        for s in range(0, active):
-            index = (mine * SPLITS + s) * BM + m
-            parts = tl.load(part + index[:, None] * D + d[None, :], mask=good, other=0.0, cache_modifier=".cg")
-            tops = tl.load(part_top + index, mask=query_ok, other=LOWEST, cache_modifier=".cg")
-            totals = tl.load(part_total + index, mask=query_ok, other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(top, tops)
-            fade = tl.exp2(top - higher)
-            share = tl.exp2(tops - higher)
-            total = total * fade + totals * share
-            mixed = mixed * fade[:, None] + parts * share[:, None]
-            top = higher
+        for s0 in range(0, active, AT_ONCE):
+            loaded = ()
+            for i in tl.static_range(AT_ONCE):
+                there = s0 + i < active
+                index = (mine * SPLITS + s0 + i) * BM + m
+                loaded += ((
+                    tl.load(part_top + index, mask=query_ok & there, other=LOWEST, cache_modifier=".cg"),
+                    tl.load(part_total + index, mask=query_ok & there, other=0.0, cache_modifier=".cg"),
+                    tl.load(part + index[:, None] * D + d[None, :], mask=good & there, other=0.0, cache_modifier=".cg"),
+                ),)
+            for i in tl.static_range(AT_ONCE):
+                higher = tl.maximum(top, loaded[i][0])
+                fade = tl.exp2(top - higher)
+                share = tl.exp2(loaded[i][0] - higher)
+                total = total * fade + loaded[i][1] * share
+                mixed = mixed * fade[:, None] + loaded[i][2] * share[:, None]
+                top = higher
         tl.store(to, (mixed * (1.0 / total)[:, None]).to(to.dtype.element_ty), mask=good)
         tl.store(arrived + mine, 0)  # ready for the next launch
 
@@ -101,7 +107,7 @@ def decode_kernel(
     qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, table, out, part, part_top, part_total, arrived, TABLE, scale,
     eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
     BM: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, PDL: tl.constexpr,
+    LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):
     """QUERIES: blocks of BM queries that a row and key head has. LEAST: tiles of BN positions of a stretch, at least."""
     row, split = tl.program_id(0), tl.program_id(2)
@@ -179,7 +185,7 @@ def decode_kernel(
     if active > 1:
         _add_up(
             mixed, top, total, part, part_top, part_total, arrived, to, good, tl.arange(0, BM), query_ok, d,
-            (row * KV + head) * QUERIES + queries, split, active, D, DP, BM, SPLITS,
+            (row * KV + head) * QUERIES + queries, split, active, D, DP, BM, SPLITS, AT_ONCE,
         )
     else:
         tl.store(to, (mixed * (1.0 / total)[:, None]).to(out.dtype.element_ty), mask=good)
@@ -277,12 +283,13 @@ def prefill_kernel(
 
 class Cut(NamedTuple):
     """How a decode launch is cut. warps; positions of a tile; tiles of a stretch, at least; programs: so many are enough
-    for the device."""
+    for the device; at_once: stretches that the adding up loads at a time."""
 
     warps: int
     positions: int
     least: int
     programs: int = 264
+    at_once: int = 1
 
 
 CUTS = {64: Cut(4, 128, 1), 128: Cut(4, 128, 1)}  # for heads up to so wide
@@ -317,7 +324,7 @@ def attend_decode(
         batch.block_table, out, part, sums[0], sums[1], arrived, batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width, HEADS=heads,
         KV=kv, D=dim, DP=padded, HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=power_of_two(width), BN=cut.positions, BLOCK=key_pages.shape[2], SPLITS=splits,
         LEAST=cut.least, WINDOW=window, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31,
-        PDL=pdl, num_warps=cut.warps, num_stages=1, **({"launch_pdl": True} if pdl else {}),
+        AT_ONCE=cut.at_once, PDL=pdl, num_warps=cut.warps, num_stages=1, **({"launch_pdl": True} if pdl else {}),
     )
     return out
 

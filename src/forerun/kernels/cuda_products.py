@@ -140,14 +140,14 @@ def whole_kernel(
     BIAS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
 ):
     """All of K at once, in PARTS of WIDTH: the weights are in registers before the wait."""
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     rows, there = _weight_rows(block, N, BN, GATE)
     mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
     weights = ()
     for part in tl.static_range(PARTS):
         k = _along(part * WIDTH, WIDTH, SPLIT)
         weights += (_rows(mine, rows, there, k, K, part * WIDTH + WIDTH <= K),)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
     wait(PDL)
     tokens = ()
     for part in tl.static_range(PARTS):
@@ -175,9 +175,9 @@ def loop_kernel(
     BIAS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
 ):
     """STEP of K at a time, in a pipeline; the first AHEAD of each row of weights are called into L2 before the wait."""
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     rows, there = _weight_rows(block, N, BN, GATE)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
     even: tl.constexpr = K % STEP == 0
     mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
     if PDL and AHEAD > 0:
@@ -275,8 +275,8 @@ def launch(
     each block of columns, [T, ceil(N / columns)]."""
     total, k = x.shape
     n = weight.shape[0] // 2 if gate else weight.shape[0]
-    bm = 16 if total <= 16 else 32 if total <= 32 else 64
-    grid = (triton.cdiv(n, tiles.columns), triton.cdiv(total, bm))
+    bm = 16
+    grid = (triton.cdiv(total, bm), triton.cdiv(n, tiles.columns))  # blocks of tokens side by side, to read the weights once
     dummy = x
     args = (
         x, dummy if norm is None else norm, weight, dummy if bias is None else bias, dummy if residual is None else residual, out,
