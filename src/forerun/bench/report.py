@@ -47,8 +47,8 @@ LEGEND = (
     "accepted up to there, in %. identical: greedy answers equal to the baseline's, token by token. –: does not apply."
 )
 LATENCY_LEGEND = (
-    "TTFT, TPOT, E2E, chunk gap: median, 95th and 99th percentile over requests, a dash where there are too few (20 and 100). "
-    "A chunk gap is the time between two pieces of a stream and not between tokens. queue, prefill, decode: means of a request."
+    "TTFT, TPOT, E2E, chunk gap: median, 95th and 99th percentile over requests, the latter two where there are at least 20 and "
+    "100. A chunk gap is the time between two pieces of a stream and not between tokens. queue, prefill, decode: means of a request."
 )
 STYLE = {"faster": "green", "slower": "red", "no difference": "cyan", "not enough data": "yellow"}
 
@@ -108,7 +108,7 @@ def markdown(record: Record) -> str:
     """The same for a pull request."""
     answer, arms = headline(record)
     lines = [f"### Does speculation pay? {record.settings.model}", "", f"**{answer}.**", ""]
-    lines += [*[f"- {said}" for said in arms], "", title(record), ""]
+    lines += [*[f"- {arm}: {said}." for arm, said in arms], "", title(record), ""]
     several = len(record.settings.loads) > 1
     for task, of_task in by_task(record):
         lines += [f"**{task}**: {about(task)}", ""]
@@ -204,7 +204,7 @@ def spread(values: Spread | None, scale: float) -> str:
     """Median, 95th and 99th percentile, to three digits."""
     if values is None:
         return "–"
-    return " ".join("–" if v is None else digits(scale * v) for v in (values.median, values.p95, values.p99))
+    return " ".join(digits(scale * v) for v in (values.median, values.p95, values.p99) if v is not None)
 
 
 def digits(value: float) -> str:

@@ -121,24 +121,26 @@ def why(cell: Cell) -> str:
     )
 
 
-def headline(record: Record) -> tuple[str, list[str]]:
-    """The answer in a few words, and a sentence for each candidate: where it is faster, where slower, where neither."""
+def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
+    """The answer in a few words, and for each candidate where it is faster, where slower, where neither. A place is
+    a task under a load; it pays there if one of the candidates is faster."""
     judged = [c for c in cells(record) if c.verdict is not None and c.arm != record.settings.control]
     calls = {c.verdict for c in judged}
-    if not judged or calls == {"not enough data"}:
-        answer = "Not enough data to say"
-    elif calls == {"faster"}:
+    places = list(dict.fromkeys(place(c.task, c.load, record) for c in judged))
+    pays = list(dict.fromkeys(place(c.task, c.load, record) for c in judged if c.verdict == "faster"))
+    if pays and len(pays) == len(places):
         answer = "Yes, speculation pays here"
-    elif "faster" in calls:
-        answer = "It depends on what is asked"
-    elif "slower" in calls:
-        answer = "No, speculation does not pay here"
+    elif pays:
+        few = len(pays) <= 3
+        answer = f"Speculation pays on {listed(pays)}" if few else f"Speculation pays in {len(pays)} of {len(places)} cases"
+    elif calls <= {"not enough data"}:
+        answer = "Not enough data to say"
     elif calls == {"no difference"}:
         answer = "Speculation makes no difference here"
     else:
-        answer = "Speculation is not seen to pay here"
+        answer = "Speculation is not seen to pay here" if "not enough data" in calls else "No, speculation does not pay here"
     arms = list(dict.fromkeys(c.arm for c in judged))
-    return answer, [f"{arm}: {_places([c for c in judged if c.arm == arm], record)}." for arm in arms]
+    return answer, [(arm, _places([c for c in judged if c.arm == arm], record)) for arm in arms]
 
 
 def _places(of_arm: list[Cell], record: Record) -> str:
