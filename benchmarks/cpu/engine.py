@@ -172,7 +172,7 @@ def decode_rate(batch: Batch) -> float:
 
 
 def tasks(loaded: LoadedModel, repetitions: int) -> dict[str, Any]:
-    """For each task: n-gram's speed-up over plain decoding, its mean tokens a step, and the share of a step that is not the target."""
+    """For each task: n-gram's speed-up over plain decoding, its tokens a step, and what of a step is not the target."""
 
     class Quiet:
         def began(self, *_: Any) -> None:
