@@ -39,7 +39,7 @@ class TokenLogprob(NamedTuple):
 
 class Piece(NamedTuple):
     """What arrived at once, at_s on the clock of the endpoint's caller. token_ids None: the server does not give them. usage
-    and counts (drafting of this request) come with the last pieces where the server gives them."""
+    counts (drafting of this request) and queued_s (seconds it waited) come with the last pieces where the server gives them."""
 
     at_s: float
     text: str = ""
@@ -49,6 +49,7 @@ class Piece(NamedTuple):
     counts: Counts | None = None
     prompt_tokens: int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    queued_s: float | None = None
 
 
 class RequestFailed(Exception):

@@ -122,6 +122,7 @@ def answer_of(
     counts = next((p.counts for p in reversed(pieces) if p.counts is not None), NOT_COUNTED)
     reason = next((p.finish_reason for p in reversed(pieces) if p.finish_reason is not None), "")
     prompt_tokens = next((p.prompt_tokens for p in reversed(pieces) if p.prompt_tokens is not None), 0)
+    queued = next((p.queued_s for p in reversed(pieces) if p.queued_s is not None), None)
     ids = tuple(i for p in pieces for i in p.token_ids or ())
     chunks = _chunks(pieces, due)
     if failure is not None:
@@ -133,7 +134,7 @@ def answer_of(
     last = next((p.at_s for p in reversed(pieces) if p.finish_reason is not None), end)
     produced = None if usage is None else usage.get("completion_tokens")
     return Answer(
-        ask.name, prompt_tokens, ids, reason, None, chunks[0].at_s, last - due, counts, "".join(p.text for p in pieces),
+        ask.name, prompt_tokens, ids, reason, queued, chunks[0].at_s, last - due, counts, "".join(p.text for p in pieces),
         len(ids) if produced is None else int(produced), due - begin, sent - due, chunks, None,
         None if usage is None else dict(usage),
     )  # fmt: skip

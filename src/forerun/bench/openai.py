@@ -228,9 +228,11 @@ def _piece(event: Event, chat: bool, now: float, seen: _Seen) -> Piece | None:
     seen.content = seen.content or bool(text) or bool(ids)
     seen.finish = seen.finish or finish is not None
     counts = _counts(value, usage)
+    queued_ms = (value.get("metrics") or {}).get("queue_time_ms")
+    queued_s = None if queued_ms is None else queued_ms / 1000
     if not (text or ids or finish or usage or counts):
         return None
-    return Piece(now, text, None if ids is None else tuple(ids), finish, usage, counts, prompt_tokens, logprobs)
+    return Piece(now, text, None if ids is None else tuple(ids), finish, usage, counts, prompt_tokens, logprobs, queued_s)
 
 
 def _logprobs(value: Mapping[str, Any], chat: bool) -> tuple[TokenLogprob, ...]:
@@ -249,11 +251,20 @@ def _logprobs(value: Mapping[str, Any], chat: bool) -> tuple[TokenLogprob, ...]:
 
 
 def _counts(value: Mapping[str, Any], usage: Mapping[str, Any] | None) -> Counts | None:
-    """Drafting of one request: llama.cpp's `timings`, or the prediction counts of the OpenAI API.
+    """Drafting of one request: vLLM's `metrics`, llama.cpp's `timings`, or the prediction counts of the OpenAI API.
+
+    vLLM counts the verify steps that had a draft, in a histogram of how many of its tokens were accepted, and includes tokens
+    that were accepted behind the end of the answer.
 
     A verify step gives one token more than it accepts, and the step that ends the prompt gives the first token, so there were
     n - 1 - accepted verify steps.
     """
+    own = (value.get("metrics") or {}).get("speculative_decoding")
+    if own is not None:
+        histogram, accepted = own["acceptance_histogram"], own["num_accepted_draft_tokens"]
+        drafting, at = own["num_spec_steps"], tuple(sum(histogram[i:]) for i in range(1, len(histogram)))
+        steps = max((usage or {}).get("completion_tokens", 0) - 1 - accepted, drafting)
+        return Counts(steps, drafting, own["num_draft_tokens"], accepted, (), at)
     timings = value.get("timings")
     if timings is not None and "predicted_n" in timings:
         accepted = timings.get("draft_n_accepted") or 0

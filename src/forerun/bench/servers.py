@@ -1,0 +1,223 @@
+"""Servers as processes: started, watched until they are ready, measured, and ended with everything they started. Knows
+processes and logs; launching.py makes the command lines.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.bench.launching import ServedArm, Template, command_of, file_of, places, read_log
+from forerun.bench.record import Facts
+from forerun.types import SettingError
+
+TAIL = 25  # lines of the log that are shown when a server does not come up
+SECRET = ("key", "token", "secret", "password")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What every arm of a run is launched with. program: in place of the template's own. context: tokens of a sequence. slots:
+    requests at once. logs: a folder to leave the logs in; None: they are deleted."""
+
+    template: Template
+    model: str
+    program: str | None = None
+    context: int = 4096
+    slots: int = 1
+    extra: tuple[str, ...] = ()
+    logs: Path | None = None
+
+
+class Server:
+    """One arm's process. start() and stop() may be called again and again; the facts are those of the first start."""
+
+    def __init__(self, launch: Launch, arm: ServedArm) -> None:
+        self.launch, self.arm = launch, arm
+        self.port = 0
+        self.grace_s = 15.0
+        self.facts: Facts | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="forerun-")
+        self._log = (launch.logs or Path(self._folder.name)) / f"{_file_name(arm.name)}.log"
+        atexit.register(self.stop)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def command(self) -> list[str]:
+        """The command line as it will be run. Raises SettingError if it cannot be made."""
+        template, launch = self.launch.template, self.launch
+        file = Path(self._folder.name) / "config.yaml"
+        values = places(self.arm, launch.model, self.port, launch.context, launch.slots, str(file))
+        content = file_of(template, self.arm, values)
+        if content is not None:
+            file.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        return [*command_of(template, self.arm, values, launch.program), *launch.extra]
+
+    def start(self) -> None:
+        """Until it answers. Raises SettingError, with the end of its log, if it ends or takes too long."""
+        if self.running:
+            return
+        self.port = _free_port()
+        command, template = self.command(), self.launch.template
+        begin = time.perf_counter()
+        with open(self._log, "wb") as log:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **template.environment},
+                    start_new_session=True,  # so that what it starts can be found and ended with it
+                )
+            except OSError as error:
+                raise SettingError(
+                    "engine", command[0], f"cannot be started ({error.strerror}); give the program's path with --program"
+                ) from None
+        try:
+            self._wait(begin)
+        except BaseException:
+            self.stop()
+            raise
+        seconds = time.perf_counter() - begin
+        if self.facts is None:
+            said = read_log(template, self.log())
+            self.facts = Facts(
+                template.engine, said.version, None, tuple(_without_secrets(command)), said.kv_tokens, seconds,
+                memory_of_session(self._process.pid), said.scheduler, said.fallbacks, said.warnings,
+            )  # fmt: skip
+
+    def _wait(self, begin: float) -> None:
+        template = self.launch.template
+        while True:
+            assert self._process is not None
+            code = self._process.poll()
+            if code is not None:
+                said = f"its server ended with code {code} before it was ready.{self._tail()}"
+                raise SettingError("engine", self.arm.name, said)
+            if time.perf_counter() - begin > template.ready_seconds:
+                said = f"its server was not ready after {template.ready_seconds:g} s; set ready_seconds in a --template."
+                raise SettingError("engine", self.arm.name, said + self._tail())
+            if _answers(self.url + template.ready):
+                return
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """End it and everything it started: asked to, and after grace_s seconds made to."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _signal(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + self.grace_s
+        while time.monotonic() < deadline and (process.poll() is None or session_of(process.pid)):
+            time.sleep(0.05)
+        _signal(process.pid, signal.SIGKILL)
+        for pid in session_of(process.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def log(self) -> str:
+        """All it has said so far."""
+        return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+
+    def _tail(self) -> str:
+        lines = self.log().splitlines()[-TAIL:]
+        return "\nThe end of its log:\n" + "\n".join(f"  {line}" for line in lines) if lines else " It logged nothing."
+
+
+def _signal(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    """The value of --api-key and the like is not written down."""
+    hidden = []
+    for before, word in zip(["", *command], command, strict=False):
+        flag, equals, _ = word.partition("=")
+        if equals and _secret(flag):
+            hidden.append(f"{flag}=***")
+        else:
+            hidden.append("***" if _secret(before) and "=" not in before else word)
+    return hidden
+
+
+def _secret(flag: str) -> bool:
+    words = flag.lower().strip("-").replace("_", "-").split("-")
+    return flag.startswith("-") and words[-1] in SECRET
+
+
+def session_of(leader: int) -> list[int]:
+    """The processes of the session that this process leads, itself included; none where /proc does not tell."""
+    found = []
+    if sys.platform == "linux":
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError, IndexError, ValueError):
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                    if int(fields[3]) == leader and fields[0] != "Z":
+                        found.append(int(entry.name))
+    return found
+
+
+def memory_of_session(leader: int) -> int | None:
+    """Bytes of memory that its processes hold, memory they share counted once in all (proportional set size); None where it
+    cannot be read."""
+    total = 0
+    for pid in session_of(leader):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
+    return total or None
+
+
+def available_memory() -> int | None:
+    """Bytes that can be used without swapping; None where it cannot be read."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    return None
+
+
+def describe(arms: Mapping[str, Server]) -> dict[str, str]:
+    """The command line of each, for a look before anything is started."""
+    return {name: " ".join(server.command()) for name, server in arms.items()}
