@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -59,13 +61,15 @@ def wide(function, *given):
     return function(*(x.float() if isinstance(x, torch.Tensor) else x for x in given))
 
 
-CUTS = [Tiles(8, 4, 0, 1), Tiles(16, 2, 0, 3), Tiles(16, 4, 64, 2), Tiles(16, 4, 64, 2, 4)]
+# all of K in one part, in three; K in a loop, with a norm of its own, split over the warps
+CUTS = [Tiles(8, 4, 0, 1), Tiles(16, 2, 0, 3), Tiles(16, 4, 64, 2), Tiles(16, 4, 64, 2, apart=True), Tiles(16, 4, 64, 2, 4)]
 
 
 @pytest.mark.parametrize(("tokens", "k"), [(1, 96), (3, 72), (16, 64), (20, 96)])
 @pytest.mark.parametrize("cut", CUTS)
 def test_products(run: CudaKernels, monkeypatch, tokens: int, k: int, cut: Tiles) -> None:
     monkeypatch.setattr("forerun.kernels.cuda.choose", lambda *shape: cut)
+    monkeypatch.setattr("forerun.kernels.cuda.FEW_TOKENS", 64)  # 20 tokens are two blocks of 16
     x, norm = random(tokens, k, seed=1), random(k, seed=2)
     weight, bias = random(37, k, seed=3, scale=k**-0.5), random(37, seed=4)
     residual, both = random(tokens, 37, seed=5), random(2 * 24, k, seed=6, scale=k**-0.5)
@@ -89,7 +93,8 @@ def test_an_output_does_not_depend_on_how_many_tokens_there_are(run: CudaKernels
 def test_more_tokens_than_a_tile_take_the_library_product(run: CudaKernels) -> None:
     x, norm, both = random(70, 64, seed=1), random(64, seed=2), random(96, 64, seed=3, scale=0.1)
     close(run.norm_gate_up(x, norm, EPS, both), wide(reference.norm_gate_up, x, norm, EPS, both))
-    close(run.linear_add(x, both, None, random(70, 96, seed=4)), wide(reference.linear_add, x, both, None, random(70, 96, seed=4)))
+    residual = random(70, 96, seed=4)
+    close(run.linear_add(x, both, None, residual), wide(reference.linear_add, x, both, None, residual))
     logits = run.norm_logits(x, norm, EPS, both)
     close(logits, wide(reference.norm_logits, x, norm, EPS, both))
     assert torch.equal(run.norm_argmax(x, norm, EPS, both), logits.argmax(-1))
@@ -158,3 +163,36 @@ def test_decode_attention(run: CudaKernels, width: int, shape: AttentionShape, c
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_attention_of_ragged_rows(run: CudaKernels, shape: AttentionShape) -> None:
     check_attention(run, [(0, 70), (37, 1), (60, 20), (0, 1)], shape, norms=shape.head_dim == 32)
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from forerun.kernels import cuda_attention as attention, cuda_products as products
+
+def check(kernel, **constants):
+    given = dict(
+        positions="*i64", table="*i32", row_start="*i32", arrived="*i32", best="*i32", cos="*fp32", sin="*fp32", part="*fp32",
+        part_top="*fp32", part_total="*fp32", eps="fp32", scale="fp32", T="i32", R="i32", TABLE="i32",
+    )
+    types = {name: "constexpr" if name in constants else given.get(name, "*bf16") for name in kernel.arg_names}
+    compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+heads = dict(HEADS=4, KV=2, D=32, DP=32, HP=16, BM=16, BLOCK=16, NORM=True, FAR=True)
+decode = dict(heads, WIDTH=5, QUERIES=1, TOKENS=8, BN=32, SPLITS=4, LEAST=1, WINDOW=64, AT_ONCE=2, PDL=True)
+check(attention.decode_kernel, **decode)
+check(attention.rotate_kernel, **heads, RP=2)
+del heads["NORM"], heads["HP"]
+check(attention.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64)
+product = dict(N=64, K=96, BM=16, BN=16, NORM=True, GATE=True, ADD=False, BIAS=False, BEST=False, PDL=True)
+check(products.whole_kernel, **product, PARTS=3, WIDTH=64, SPLIT=4)
+check(products.loop_kernel, **product, STEP=64, SPLIT=1, AHEAD=64)
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile them")
+def test_the_kernels_compile_for_hopper() -> None:
+    """The interpreter takes what the compiler refuses, such as a name of one type before a branch and another in it."""
+    bare = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=bare, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -148,7 +148,7 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
                         found.append(Tiles(columns, warps, 0, parts))
     if n * rows >= 4000 or k >= 2000:
         for columns, warps, step, stages, split in (
-            (16, 2, 256, 4, 1), (16, 4, 256, 3, 2), (16, 4, 512, 3, 4), (32, 4, 128, 5, 1), (32, 4, 256, 3, 1), (32, 4, 256, 4, 1),
+            (8, 4, 512, 3, 4), (16, 2, 256, 4, 1), (16, 4, 256, 3, 2), (16, 4, 512, 3, 4), (32, 4, 128, 5, 1), (32, 4, 256, 3, 1), (32, 4, 256, 4, 1),
             (64, 4, 64, 6, 1), (64, 4, 128, 4, 1), (64, 8, 128, 4, 1),
         ):
             size = columns * step * stages * 2 * rows + 32 * step * stages

@@ -216,20 +216,20 @@ def rotate_kernel(
     position = tl.load(positions + t, mask=ok, other=0).to(tl.int32)
     base = (qkv + t.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D)[:, None]
     if head < HEADS:
-        a, b = _rotated(base, good_half, position[:, None], q_norm, cos, sin, h, eps, D, NORM)
-        to = q_out + (t.to(tl.int64) * HEADS + head)[:, None] * D + h
-        tl.store(to, a, mask=good_half)
-        tl.store(to + D // 2, b, mask=good_half)
+        q_a, q_b = _rotated(base, good_half, position[:, None], q_norm, cos, sin, h, eps, D, NORM)
+        q_to = q_out + (t.to(tl.int64) * HEADS + head)[:, None] * D + h
+        tl.store(q_to, q_a, mask=good_half)
+        tl.store(q_to + D // 2, q_b, mask=good_half)
     else:
         row = _row_of(t, row_start, R, RP)
-        table += row.to(tl.int64) * TABLE
+        own_table = table + row.to(tl.int64) * TABLE
         if head < HEADS + KV:
-            to = _places(table, position, ok, head - HEADS, KV, D, BLOCK, FAR)
-            a, b = _rotated(base, good_half, position[:, None], k_norm, cos, sin, h, eps, D, NORM)
-            tl.store(key_pages + to[:, None] + h, a, mask=good_half)
-            tl.store(key_pages + to[:, None] + D // 2 + h, b, mask=good_half)
+            to = _places(own_table, position, ok, head - HEADS, KV, D, BLOCK, FAR)
+            k_a, k_b = _rotated(base, good_half, position[:, None], k_norm, cos, sin, h, eps, D, NORM)
+            tl.store(key_pages + to[:, None] + h, k_a, mask=good_half)
+            tl.store(key_pages + to[:, None] + D // 2 + h, k_b, mask=good_half)
         else:
-            to = _places(table, position, ok, head - HEADS - KV, KV, D, BLOCK, FAR)
+            to = _places(own_table, position, ok, head - HEADS - KV, KV, D, BLOCK, FAR)
             tl.store(value_pages + to[:, None] + d[None, :], tl.load(base + d[None, :], mask=good, other=0.0), mask=good)
 
 
@@ -292,7 +292,7 @@ class Cut(NamedTuple):
     at_once: int = 1
 
 
-CUTS = {64: Cut(4, 128, 1), 128: Cut(4, 128, 1)}  # for heads up to so wide
+CUTS = {64: Cut(4, 128, 1, at_once=4), 128: Cut(4, 128, 1, at_once=4)}  # for heads up to so wide
 
 
 def cut_for(dim: int, width: int) -> Cut:

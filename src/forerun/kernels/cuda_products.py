@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
-
 
 RUN = tl.constexpr(256)  # weights of a row that one instruction calls into the cache
 
