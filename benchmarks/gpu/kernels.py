@@ -7,6 +7,7 @@ shapes (random weights, every layer its own) captured in CUDA graphs, beside the
 what TUNED in kernels/cuda.py holds. Needs one GPU of compute capability 9.0 or later; the records go to FOLDER.
 """
 
+# ruff: noqa: B023  (the functions made in loops are captured and dropped before the loop goes on)
 from __future__ import annotations
 
 import argparse
@@ -48,7 +49,8 @@ class Model(NamedTuple):
         """(outputs, k, gate) of each product of a step."""
         heads, kv, dim = self.attention[:3]
         return {
-            "qkv": ((heads + 2 * kv) * dim, self.hidden, False), "o": (self.hidden, heads * dim, False), "gate_up": (self.inner, self.hidden, True),
+            "qkv": ((heads + 2 * kv) * dim, self.hidden, False), "o": (self.hidden, heads * dim, False),
+            "gate_up": (self.inner, self.hidden, True),
             "down": (self.hidden, self.inner, False), "head": (self.vocabulary, self.hidden, False),
         }
 
@@ -127,7 +129,8 @@ def hardware() -> dict[str, Any]:
     chained, _ = graph_ms(chain)
     return {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(), "copy_TB_s": round(moved / ms / 1e9, 3), "tiny_kernel_us": round(chained * 10, 2),
+        "date": datetime.date.today().isoformat(), "copy_TB_s": round(moved / ms / 1e9, 3),
+        "tiny_kernel_us": round(chained * 10, 2),
     }
 
 
@@ -144,11 +147,13 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
                 for parts in (1, 3):
                     width = triton.next_power_of_2(-(-k // parts))
                     held = columns * rows * parts * width / (warps * 32)  # weights of a thread
-                    if 16 <= held <= 192 and 48 <= n // columns <= 800 and parts * width <= 1.8 * k and 16 * parts * width / (warps * 32) <= 256:
+                    tokens = 16 * parts * width / (warps * 32)
+                    if 16 <= held <= 192 and tokens <= 256 and 48 <= n // columns <= 800 and parts * width <= 1.8 * k:
                         found.append(Tiles(columns, warps, 0, parts))
     if n * rows >= 4000 or k >= 2000:
         for columns, warps, step, stages, split in (
-            (8, 4, 512, 3, 4), (16, 2, 256, 4, 1), (16, 4, 256, 3, 2), (16, 4, 512, 3, 4), (32, 4, 128, 5, 1), (32, 4, 256, 3, 1), (32, 4, 256, 4, 1),
+            (8, 4, 512, 3, 4), (16, 2, 256, 4, 1), (16, 4, 256, 3, 2), (16, 4, 512, 3, 4), (32, 4, 128, 5, 1),
+            (32, 4, 256, 3, 1), (32, 4, 256, 4, 1),
             (64, 4, 64, 6, 1), (64, 4, 128, 4, 1), (64, 8, 128, 4, 1),
         ):
             size = columns * step * stages * 2 * rows + 32 * step * stages
@@ -195,7 +200,8 @@ def compile_attention(job: tuple[Model, int, int, int, cuda_attention.Cut]) -> s
         heads, kv, dim = model.attention[:3]
         qkv = randoms(rows * width, (heads + 2 * kv) * dim)
         CudaKernels(DEVICE).bounded(width, bound(context)).attend(
-            qkv, model.attention, step.cos, step.sin, step.head_norm, step.head_norm, step.layers[0].keys, step.layers[0].values, batch
+            qkv, model.attention, step.cos, step.sin, step.head_norm, step.head_norm, step.layers[0].keys,
+            step.layers[0].values, batch
         )
         torch.cuda.synchronize()
         return ""
@@ -231,7 +237,8 @@ class Step:
         hidden, inner = model.hidden, model.inner
         self.layers = [
             Layer(
-                randoms(hidden), randoms((heads + 2 * kv) * dim, hidden, scale=hidden**-0.5), randoms(hidden, heads * dim, scale=(heads * dim) ** -0.5),
+                randoms(hidden), randoms((heads + 2 * kv) * dim, hidden, scale=hidden**-0.5),
+                randoms(hidden, heads * dim, scale=(heads * dim) ** -0.5),
                 randoms(hidden), randoms(2 * inner, hidden, scale=hidden**-0.5), randoms(hidden, inner, scale=inner**-0.5),
                 randoms(pages, kv, BLOCK, dim), randoms(pages, kv, BLOCK, dim),
             )
@@ -255,13 +262,16 @@ class Step:
         x = torch.nn.functional.embedding(batch.ids, self.embedding)
         heads, kv, dim = self.model.attention[:3]
         total = len(batch.ids)
-        qkv, mixed, gated = (x.new_zeros(total, size) for size in ((heads + 2 * kv) * dim, heads * dim, self.model.inner)) if without else (x, x, x)
+        qkv = mixed = gated = x
+        if without:
+            qkv, mixed, gated = (x.new_zeros(total, size) for size in ((heads + 2 * kv) * dim, heads * dim, self.model.inner))
         for layer in self.layers:
             if without != "qkv":
                 qkv = run.norm_linear(x, layer.norm, EPS, layer.qkv, None)
             if without != "attention":
                 mixed = run.attend(
-                    qkv, self.model.attention, self.cos, self.sin, self.head_norm, self.head_norm, layer.keys, layer.values, batch
+                    qkv, self.model.attention, self.cos, self.sin, self.head_norm, self.head_norm, layer.keys, layer.values,
+                    batch
                 )
             if without != "o":
                 x = run.linear_add(mixed, layer.out, None, x)
@@ -309,7 +319,9 @@ def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
         for tiles in cuts(*shape, kind not in ("o", "down"))
     ]
     loads = ((1, 1, 512), (1, 9, 512))
-    attention_jobs = [(step.model, *load, cut) for step in steps for load in LOADS for cut in ATTENTION_CUTS] if "attention" in given else []
+    attention_jobs = [(step.model, *load, cut) for step in steps for load in LOADS for cut in ATTENTION_CUTS]
+    if "attention" not in given:
+        attention_jobs = []
     began = time.time()
     with concurrent.futures.ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
         problems: dict[Any, str] = dict(zip(jobs, pool.map(compile_product, jobs), strict=True))
@@ -325,10 +337,11 @@ def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
         wide = 64 if step.model.attention.head_dim <= 64 else 128
 
         def measure() -> list[float]:
-            return [
-                graph_ms(lambda run=CudaKernels(DEVICE).bounded(width, bound(context)), batch=batch: step.forward(run, batch), 3, 8, 40)[0]
-                for (_, width, context), batch in zip(loads, batches, strict=True)
-            ]
+            times = []
+            for (_, width, context), batch in zip(loads, batches, strict=True):
+                run = CudaKernels(DEVICE).bounded(width, bound(context))
+                times.append(graph_ms(lambda: step.forward(run, batch), 3, 8, 40)[0])
+            return times
 
         for kind in given:
             if kind == "attention":
@@ -347,7 +360,8 @@ def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
                 continue
             timed.sort()
             table[key] = timed[0][1]
-            print(step.model.name, kind, key, "  ".join(f"{tuple(map(int, cut))} {ms[0]:.4f}/{ms[1]:.4f}" for _, cut, ms in timed[:4]), f"  worst {timed[-1][2][0]:.3f}", flush=True)
+            first = "  ".join(f"{tuple(map(int, cut))} {ms[0]:.4f}/{ms[1]:.4f}" for _, cut, ms in timed[:4])
+            print(step.model.name, kind, key, first, f"  worst {timed[-1][2][0]:.3f}", flush=True)
     return records
 
 
@@ -382,7 +396,8 @@ def time_argmax() -> list[dict[str, Any]]:
         assert torch.equal(run.argmax(logits), logits.argmax(-1))
         ours, _ = graph_ms(lambda: [run.argmax(logits) for _ in range(20)])
         torchs, _ = graph_ms(lambda: [logits.argmax(-1) for _ in range(20)])
-        records.append({"tokens": tokens, "vocabulary": vocabulary, "us": round(ours * 50, 2), "torch_us": round(torchs * 50, 2)})
+        us, torch_us = round(ours * 50, 2), round(torchs * 50, 2)
+        records.append({"tokens": tokens, "vocabulary": vocabulary, "us": us, "torch_us": torch_us})
     return records
 
 
@@ -422,7 +437,8 @@ def main() -> None:
     for r in result["steps"]:
         bar = next(m.bar for m in MODELS if m.name == r["model"])
         extra = f"  bar {bar}  argmax {r['argmax_ms']:.3f}  {r['part_ms']}" if "argmax_ms" in r else ""
-        print(f"{r['model']:13} {r['rows']:2} x {r['width']} at {r['context']}: {r['ms']:.3f} ms (spread {r['spread']:.1%}), vendor {r['vendor_ms']:.3f}{extra}")
+        ours = f"{r['ms']:.3f} ms (spread {r['spread']:.1%}), vendor {r['vendor_ms']:.3f}{extra}"
+        print(f"{r['model']:13} {r['rows']:2} x {r['width']} at {r['context']}: {ours}")
 
 
 if __name__ == "__main__":

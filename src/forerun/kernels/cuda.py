@@ -47,8 +47,9 @@ TUNED: dict[tuple[int, int, bool], Tiles] = {
 }
 
 
-def choose(n: int, k: int, gate: bool) -> Tiles:
-    """How to cut a product of n outputs over k."""
+def choose(weight: Tensor, gate: bool = False) -> Tiles:
+    """How to cut the product with a weight [n,k] ([2n,k] with gate)."""
+    n, k = weight.shape[0] // 2 if gate else weight.shape[0], weight.shape[1]
     if (n, k, gate) in TUNED:
         return TUNED[n, k, gate]
     if k <= 2048:
@@ -64,7 +65,9 @@ class CudaKernels:
     numbers, as in prefill); context: positions are below it. Up to 16 tokens, each output of a layer is summed alike
     however many there are."""
 
-    def __init__(self, device: torch.device | str, width: int | None = None, context: int = 0, arrived: Tensor | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str, width: int | None = None, context: int = 0, arrived: Tensor | None = None
+    ) -> None:
         self.width, self.context = width, context
         self.device = torch.device(device)
         # counts the programs of an attention launch that are done, for each row and key head; every launch leaves it zero
@@ -82,7 +85,7 @@ class CudaKernels:
         if x.shape[0] > FEW_TOKENS:
             return F.linear(self.rms_norm(x, norm, eps), weight, bias)
         out = x.new_empty(x.shape[0], weight.shape[0])
-        self._normed_product(choose(*weight.shape, False), x, norm, eps, weight, bias, out)
+        self._normed_product(choose(weight), x, norm, eps, weight, bias, out)
         return out
 
     def attend(
@@ -98,7 +101,7 @@ class CudaKernels:
         if x.shape[0] > FEW_TOKENS:
             return residual + F.linear(x, weight, bias)
         out = torch.empty_like(residual)
-        launch(choose(*weight.shape, False), self.pdl, x, None, 0.0, weight, bias, residual, out)
+        launch(choose(weight), self.pdl, x, None, 0.0, weight, bias, residual, out)
         return out
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -108,14 +111,14 @@ class CudaKernels:
             both = F.linear(self.rms_norm(x, norm, eps), weight)
             products.silu_mul_kernel[(total, triton.cdiv(inner, 1024))](both, out, inner, 1024, False)
         else:
-            self._normed_product(choose(inner, weight.shape[1], True), x, norm, eps, weight, None, out, gate=True)
+            self._normed_product(choose(weight, True), x, norm, eps, weight, None, out, gate=True)
         return out
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
         if x.shape[0] > FEW_TOKENS:
             return F.linear(self.rms_norm(x, norm, eps), weight).float()
         out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
-        self._normed_product(choose(*weight.shape, False), x, norm, eps, weight, None, out)
+        self._normed_product(choose(weight), x, norm, eps, weight, None, out)
         return out
 
     def norm_argmax(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -123,7 +126,7 @@ class CudaKernels:
         total = x.shape[0]
         if total > FEW_TOKENS:
             return self.argmax(self.norm_logits(x, norm, eps, weight))
-        tiles = choose(*weight.shape, False)
+        tiles = choose(weight)
         blocks = triton.cdiv(weight.shape[0], tiles.columns)
         tops = x.new_empty(total, blocks, dtype=torch.float32)
         firsts = x.new_empty(total, blocks, dtype=torch.int32)

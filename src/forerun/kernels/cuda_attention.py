@@ -7,6 +7,8 @@ a short one little. The new tokens lie in the first stretch alone, whose program
 read, so no program waits for another's write. Of several stretches, the program that ends last adds them up, in order.
 """
 
+# Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
+# mypy: disable-error-code="no-untyped-def,assignment"
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -104,7 +106,8 @@ def _add_up(
 
 @triton.jit(do_not_specialize=["TABLE"])
 def decode_kernel(
-    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, table, out, part, part_top, part_total, arrived, TABLE, scale,
+    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, table, out, part, part_top, part_total, arrived, TABLE,
+    scale,
     eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
     BM: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -201,8 +204,10 @@ def _row_of(token, row_start, R, RP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "R", "TABLE"])
 def rotate_kernel(
-    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, row_start, table, q_out, T, R, TABLE, eps, HEADS: tl.constexpr,
-    KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, BM: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, row_start, table, q_out, T, R, TABLE, eps,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, BM: tl.constexpr, RP: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr,
     FAR: tl.constexpr,
 ):
     """Norm and rotate q into q_out [T,HEADS,D]; norm, rotate and write k, and write v, into the pages."""
@@ -235,7 +240,8 @@ def rotate_kernel(
 
 @triton.jit(do_not_specialize=["R", "TABLE"])
 def prefill_kernel(
-    q, key_pages, value_pages, positions, row_start, table, out, R, TABLE, scale, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    q, key_pages, value_pages, positions, row_start, table, out, R, TABLE, scale, HEADS: tl.constexpr, KV: tl.constexpr,
+    D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     FAR: tl.constexpr,
 ):
@@ -302,7 +308,8 @@ def cut_for(dim: int, width: int) -> Cut:
 
 
 def attend_decode(
-    qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, key_pages: Tensor,
+    qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    key_pages: Tensor,
     value_pages: Tensor, batch: Batch, width: int, context: int, arrived: Tensor, pdl: bool,
 ) -> Tensor:
     """Every row has `width` tokens; no position is `context` or more. arrived: int32 zeros, one for each row, key head and
@@ -320,9 +327,12 @@ def attend_decode(
     part = qkv.new_empty((slots, bm, dim) if splits > 1 else (1, 1, 1), dtype=torch.float32)
     sums = qkv.new_empty((2, slots, bm), dtype=torch.float32)
     decode_kernel[(rows, kv * queries, splits)](
-        qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages, batch.positions,
-        batch.block_table, out, part, sums[0], sums[1], arrived, batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width, HEADS=heads,
-        KV=kv, D=dim, DP=padded, HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=power_of_two(width), BN=cut.positions, BLOCK=key_pages.shape[2], SPLITS=splits,
+        qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages,
+        batch.positions,
+        batch.block_table, out, part, sums[0], sums[1], arrived, batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width,
+        HEADS=heads,
+        KV=kv, D=dim, DP=padded, HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=power_of_two(width),
+        BN=cut.positions, BLOCK=key_pages.shape[2], SPLITS=splits,
         LEAST=cut.least, WINDOW=window, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31,
         AT_ONCE=cut.at_once, PDL=pdl, num_warps=cut.warps, num_stages=1, **({"launch_pdl": True} if pdl else {}),
     )
@@ -330,7 +340,8 @@ def attend_decode(
 
 
 def attend_ragged(
-    qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, key_pages: Tensor,
+    qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    key_pages: Tensor,
     value_pages: Tensor, batch: Batch,
 ) -> Tensor:
     """Rows of any lengths: prefill."""
@@ -341,13 +352,16 @@ def attend_ragged(
     out = qkv.new_empty(total, heads * dim)
     table = batch.block_table.stride(0)
     rotate_kernel[(triton.cdiv(total, 16), heads + 2 * kv)](
-        qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages, batch.positions,
-        batch.row_start, batch.block_table, q, total, rows, table, eps, HEADS=heads, KV=kv, D=dim, DP=padded, HP=max(16, power_of_two(dim // 2)), BM=16, RP=rows_padded,
+        qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages,
+        batch.positions,
+        batch.row_start, batch.block_table, q, total, rows, table, eps, HEADS=heads, KV=kv, D=dim, DP=padded,
+        HP=max(16, power_of_two(dim // 2)), BM=16, RP=rows_padded,
         BLOCK=block, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31, num_warps=4,
     )
     bm = 64 if total > 16 * rows else 16
     prefill_kernel[(triton.cdiv(total, bm) + rows - 1, heads)](
-        q, key_pages, value_pages, batch.positions, batch.row_start, batch.block_table, out, rows, table, dim**-0.5, HEADS=heads, KV=kv,
+        q, key_pages, value_pages, batch.positions, batch.row_start, batch.block_table, out, rows, table, dim**-0.5,
+        HEADS=heads, KV=kv,
         D=dim, DP=padded, BM=bm, BN=64, RP=rows_padded, BLOCK=block, WINDOW=window,
         FAR=key_pages.numel() >= 1 << 31, num_warps=4, num_stages=2,
     )

@@ -10,6 +10,8 @@ Up to 16 tokens share one tile, so that each output is summed in the same order 
 as plain decoding does.
 """
 
+# Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
+# mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -52,7 +54,8 @@ def prefetch(pointers, PDL: tl.constexpr):
     """Ask for the 128 bytes at each pointer to be brought into the L2 cache."""
     if PDL:
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.uint64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.uint64, bitcast=True)], dtype=tl.int32,
+            is_pure=False, pack=1,
         )
 
 
@@ -62,7 +65,8 @@ def prefetch_runs(pointers, COUNT: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-            [pointers.to(tl.uint64, bitcast=True), tl.full(pointers.shape, COUNT * 2, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            [pointers.to(tl.uint64, bitcast=True), tl.full(pointers.shape, COUNT * 2, tl.int32)], dtype=tl.int32,
+            is_pure=False, pack=1,
         )
 
 
@@ -163,7 +167,8 @@ def whole_kernel(
         else:
             left = tokens[part]
         sums = tl.dot(left, tl.permute(weights[part], (0, 2, 1)), sums)
-    _finish(tl.sum(sums, 0), bias, residual, out, best, m, block * BN + tl.arange(0, BN), T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
+    n = block * BN + tl.arange(0, BN)
+    _finish(tl.sum(sums, 0), bias, residual, out, best, m, n, T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -210,7 +215,8 @@ def loop_kernel(
                 part = _normed(part, scale, norm, k, K)
             folded = tl.dot(part, tl.permute(_rows(mine, rows, there, k, K, even), (0, 2, 1)), folded)
         sums = tl.sum(folded, 0)
-    _finish(sums, bias, residual, out, best, m, block * BN + tl.arange(0, BN), T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
+    n = block * BN + tl.arange(0, BN)
+    _finish(sums, bias, residual, out, best, m, n, T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
 
 
 @triton.jit
@@ -249,16 +255,16 @@ def rms_norm_kernel(x, norm, out, eps, K: tl.constexpr, WIDTH: tl.constexpr, PDL
 
 
 @triton.jit
-def silu_mul_kernel(both, out, I: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def silu_mul_kernel(both, out, INNER: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     """both [T,2I] -> silu(first half) * second half"""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     wait(PDL)
-    gate = tl.load(both + row * 2 * I + i, mask=i < I, other=0.0)
-    up = tl.load(both + row * 2 * I + I + i, mask=i < I, other=0.0)
+    gate = tl.load(both + row * 2 * INNER + i, mask=i < INNER, other=0.0)
+    up = tl.load(both + row * (2 * INNER) + INNER + i, mask=i < INNER, other=0.0)
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * I + i, (silu * up.to(tl.float32)).to(gate.dtype), mask=i < I)
+    tl.store(out + row * INNER + i, (silu * up.to(tl.float32)).to(gate.dtype), mask=i < INNER)
 
 
 def power_of_two(n: int) -> int:
@@ -266,7 +272,8 @@ def power_of_two(n: int) -> int:
 
 
 def launch(
-    tiles: Tiles, pdl: bool, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    tiles: Tiles, pdl: bool, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
+    residual: Tensor | None,
     out: Tensor, best: Tensor | None = None, gate: bool = False,
 ) -> None:
     """One product: out [T,N] of x [T,K] and weight [N,K] ([2N,K] with gate). With best, out and best are the maxima of
@@ -277,7 +284,8 @@ def launch(
     grid = (triton.cdiv(total, bm), triton.cdiv(n, tiles.columns))  # blocks of tokens side by side, to read the weights once
     dummy = x
     args = (
-        x, dummy if norm is None else norm, weight, dummy if bias is None else bias, dummy if residual is None else residual, out,
+        x, dummy if norm is None else norm, weight, dummy if bias is None else bias, dummy if residual is None else residual,
+        out,
         dummy if best is None else best, total, eps, n, k, bm, tiles.columns,
     )
     flags: dict[str, Any] = {
