@@ -48,10 +48,10 @@ PARTS = ("drafting", "model", "verifying", "rest")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of a chart of rows: what it is of, the drawing, the figure."""
+    """A line of a chart of rows: what it is of, the drawing, the figure. Without a drawing it heads those below."""
 
     name: str
-    picture: Markup
+    picture: str
     figure: str
     under: str = ""
 
@@ -112,9 +112,11 @@ def page(record: Record) -> str:
             "arms": arms,
             "under": _under(record),
             "speed_words": _speed_words(record),
+            "control": record.settings.control,
             **_verdicts(record, every),
             "sweep": _sweep(record, every, numbers),
-            "sweep_words": "Bars are 95 % intervals. Speculation usually gains less the more requests share a step.",
+            "sweep_words": "Bars are 95 % intervals. Speculation usually gains less the more requests share a step. "
+            "c=8: eight requests in flight; 2/s: two arrive each second.",
             "keys": [{"name": name, "picture": svg.key(i)} for name, i in numbers.items()],
             "drafting": _drafting(record, every, numbers),
             "drafting_words": _drafting_words(record),
@@ -127,6 +129,7 @@ def page(record: Record) -> str:
             "draws": [drawn(d) for d in draws(record)],
             "warnings": [_options(w) for w in warnings(record)],
             "figures": _figures(record),
+            "few": len(every) <= 16,
             "settings": _settings(record),
             "command": command(record),
             "legend_words": LEGEND,
@@ -201,7 +204,7 @@ def _verdict(cell: Cell, record: Record, axis: svg.Axis) -> Verdict:
 def _reason(cell: Cell, record: Record) -> str:
     """Under a verdict: break-even in short, and what would settle what is not."""
     if cell.arm == record.settings.control:
-        return "The baseline against itself: how large a difference this machine makes out of none."
+        return ""
     if cell.speedup is None:
         return "No pair of batches was completed."
     said = ""
@@ -222,6 +225,7 @@ def _sweep(record: Record, every: Sequence[Cell], numbers: dict[str, int]) -> li
     loads = record.settings.loads
     if len(loads) < 2:
         return []
+    cuts = [i for i in range(1, len(loads)) if loads[i].kind != loads[i - 1].kind or loads[i].kind == "trace"]
     charts = []
     for task in record.settings.tasks:
         series = []
@@ -236,7 +240,7 @@ def _sweep(record: Record, every: Sequence[Cell], numbers: dict[str, int]) -> li
             labels = [load.label for load in loads]
             said = f"Speed-up on {task} at {', '.join(labels)}; the figures are in the table of all figures"
             axis = svg.around([0.97, 1.03, *held], log=True)
-            charts.append(Chart(task, svg.lines(series, labels, axis, "×", said, reference=1.0)))
+            charts.append(Chart(task, svg.lines(series, labels, axis, "×", said, 1.0, cuts)))
     return charts
 
 
@@ -317,7 +321,7 @@ def _breakeven(record: Record, every: Sequence[Cell], numbers: dict[str, int]) -
         if not here:
             continue
         axis = svg.around([1000 * (c.step_s or 0) for c in here])
-        rows = [_step_row(c, record, axis, numbers) for c in here]
+        rows = _by_load([(c, _step_row(c, axis, numbers)) for c in here], record)
         header = ["arm", "ms/step", "tokens needed", "tokens got", *PARTS]
         table = Table(f"A step on {task}", header, [_step_figures(c, record) for c in here])
         charts.append(Chart(task, rows=rows, axis=svg.scale(axis, " ms"), tables=[table]))
@@ -332,18 +336,26 @@ def _parts(cell: Cell) -> list[float] | None:
     return [*known, max(0.0, 1 - sum(known))]
 
 
-def _step_row(cell: Cell, record: Record, axis: svg.Axis, numbers: dict[str, int]) -> Row:
+def _by_load(rows: Sequence[tuple[Cell, Row]], record: Record) -> list[Row]:
+    """The rows with a line of its own before each load, if there are several."""
+    if len(record.settings.loads) == 1:
+        return [made for _, made in rows]
+    found = []
+    for load in record.settings.loads:
+        here = [made for cell, made in rows if cell.load == load]
+        found += [Row(load.label, "", ""), *here] if here else []
+    return found
+
+
+def _step_row(cell: Cell, axis: svg.Axis, numbers: dict[str, int]) -> Row:
     step, parts = 1000 * (cell.step_s or 0), _parts(cell)
-    said = f"{_label(cell, record)}: {step:.1f} ms a step"
+    said = f"{cell.arm} at {cell.load.label}: {step:.1f} ms a step"
     if cell.needed is not None and cell.got is not None:
         said += f", {cell.needed:.2f} tokens needed to break even, {cell.got:.2f} got"
     if parts is None:
-        picture = svg.bar(step, axis, numbers[cell.arm], said)
-    else:
-        said += ". " + ", ".join(f"{name} {100 * p:.0f} %" for name, p in zip(PARTS, parts, strict=True))
-        picture = svg.stack([step * p for p in parts], axis, said)
-    under = f"needs {cell.needed:.2f}, got {cell.got:.2f}" if cell.needed is not None and cell.got is not None else ""
-    return Row(_label(cell, record), picture, f"{digits(step)} ms", under)
+        return Row(cell.arm, svg.bar(step, axis, numbers[cell.arm], said), f"{digits(step)} ms")
+    said += ". " + ", ".join(f"{name} {100 * p:.0f} %" for name, p in zip(PARTS, parts, strict=True))
+    return Row(cell.arm, svg.stack([step * p for p in parts], axis, said), f"{digits(step)} ms")
 
 
 def _step_figures(cell: Cell, record: Record) -> list[str]:
@@ -395,8 +407,8 @@ def _measure(
         said = f"{name}, {_label(c, record)}: median {digits(scaled.median)}{unit}, longest {digits(scaled.largest)}{unit}"
         failed = f"{c.failures}/{c.requests} failed" if c.failures else ""
         picture = svg.ranges(scaled, axis, numbers[c.arm], said)
-        rows.append(Row(_label(c, record), picture, f"{digits(scaled.median)}{unit}", failed))
-    return Chart(name, rows=rows, axis=svg.scale(axis, unit))
+        rows.append((c, Row(c.arm, picture, f"{digits(scaled.median)}{unit}", failed)))
+    return Chart(name, rows=_by_load(rows, record), axis=svg.scale(axis, unit))
 
 
 def _scaled(s: Spread, by: float) -> Spread:

@@ -47,8 +47,9 @@ LEGEND = (
     "accepted up to there, in %. identical: greedy answers equal to the baseline's, token by token. –: does not apply."
 )
 LATENCY_LEGEND = (
-    "TTFT, TPOT, E2E, chunk gap: median, 95th and 99th percentile over requests, the latter two where there are at least 20 and "
-    "100. A chunk gap is the time between two pieces of a stream and not between tokens. queue, prefill, decode: means of a request."
+    "TTFT, TPOT, E2E, chunk gap: median, 95th and 99th percentile over requests, the latter two where there are at least 20 "
+    "and 100. A chunk gap is the time between two pieces of a stream and not between tokens. queue, prefill, decode: means of "
+    "a request."
 )
 STYLE = {"faster": "green", "slower": "red", "no difference": "cyan", "not enough data": "yellow"}
 

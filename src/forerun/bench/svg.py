@@ -126,9 +126,16 @@ class Series:
 
 
 def lines(
-    series: Sequence[Series], places: Sequence[str], axis: Axis, unit: str, said: str, reference: float | None = None
+    series: Sequence[Series],
+    places: Sequence[str],
+    axis: Axis,
+    unit: str,
+    said: str,
+    reference: float | None = None,
+    cuts: Sequence[int] = (),
 ) -> Markup:
-    """Values over places that are evenly apart. reference: a value to mark right across. The text of the vertical axis stands
+    """Values over places that are evenly apart. reference: a value to mark right across. cuts: places that no line leads to
+    from the one before. The text of the vertical axis stands
     to the left of the image, that of the places below."""
     height, foot = 190, 24
     at = lambda i: (i + 0.5) / len(places)  # noqa: E731
@@ -143,11 +150,11 @@ def lines(
     parts += [_text(at(i), height + 18, name, "middle") for i, name in enumerate(places) if i % every == 0]
     for index, s in enumerate(series):
         aside = (index - (len(series) - 1) / 2) * min(0.02, 0.3 / len(places)) if reference is not None else 0.0
-        known = [(at(i) + aside, p) for i, p in enumerate(s.points) if p is not None]
-        for (x0, a), (x1, b) in itertools.pairwise(known):
-            dash = "4 3" if s.dashed else ""
-            parts.append(_line(x0, down(a[0]), x1, down(b[0]), f"line {colour(s.number)}", dash))
-        for x, (value, low, high) in known:
+        known = [(i, at(i) + aside, p) for i, p in enumerate(s.points) if p is not None]
+        for (_, x0, a), (i, x1, b) in itertools.pairwise(known):
+            if i not in cuts:
+                parts.append(_line(x0, down(a[0]), x1, down(b[0]), f"line {colour(s.number)}", "4 3" if s.dashed else ""))
+        for _, x, (value, low, high) in known:
             if low is not None and high is not None:
                 parts.append(_line(x, down(low), x, down(high), f"whisker {colour(s.number)}"))
             parts.append(mark(s.number, x, down(value), hollow=s.dashed))

@@ -144,6 +144,8 @@ def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _places(of_arm: list[Cell], record: Record) -> str:
+    """Where it is what. A task that comes out alike under every load is named once, with the range of its speed-ups."""
+    calls = {task: {c.verdict for c in of_arm if c.task == task} for task in record.settings.tasks}
     said = []
     for call, words in (
         ("faster", "faster on"),
@@ -151,14 +153,22 @@ def _places(of_arm: list[Cell], record: Record) -> str:
         ("slower", "slower on"),
         ("not enough data", "undecided on"),
     ):
-        here = [c for c in of_arm if c.verdict == call]
-        if here:
-            shown = call in ("faster", "slower")
-            names = [
-                place(c.task, c.load, record) + (f" ({c.speedup.mean:.2f}×)" if shown and c.speedup else "") for c in here
-            ]
+        names = []
+        for task in record.settings.tasks:
+            here = [c for c in of_arm if c.task == task and c.verdict == call]
+            together = [here] if len(calls[task]) == 1 else [[c] for c in here]
+            names += [_name(cells_, call, record, len(cells_) > 1) for cells_ in together if cells_]
+        if names:
             said.append(f"{words} {listed(names)}")
     return "; ".join(said)
+
+
+def _name(alike: list[Cell], call: str, record: Record, whole: bool) -> str:
+    name = alike[0].task if whole else place(alike[0].task, alike[0].load, record)
+    means = [f"{c.speedup.mean:.2f}" for c in sorted(alike, key=lambda c: c.speedup.mean if c.speedup else 0) if c.speedup]
+    if call not in ("faster", "slower") or not means:
+        return name
+    return f"{name} ({means[0]}×)" if means[0] == means[-1] else f"{name} ({means[0]} to {means[-1]}×)"
 
 
 def listed(names: Iterable[str]) -> str:
