@@ -48,7 +48,10 @@ class Scripted:
     def propose(self, rows: Rows) -> Draft:
         tokens, sizes = torch.zeros(len(rows.slot), rows.width, dtype=torch.int64), []
         for i, (slot, k) in enumerate(zip(rows.slot.tolist(), rows.k.tolist(), strict=True)):
-            request = self.of[slot]
+            request = self.of.get(slot)
+            if request is None or k == 0:  # padding, or a row that has ended
+                sizes.append(0)
+                continue
             done = int(self.slots.length[slot]) - len(request.prompt_ids)
             ahead = list(self.answers[request.id][done : done + k])
             good = self.good()
@@ -62,10 +65,12 @@ class Scripted:
         pass
 
 
-def engine(folder: Path, target: Target, make: Callable = lambda *_: None, **settings: object) -> Engine:
+def engine(
+    folder: Path, target: Target, make: Callable = lambda *_: None, fixed: bool = False, **settings: object
+) -> Engine:
     given: dict = {"max_num_seqs": 8, "kv_cache_tokens": 2048} | settings
     tokenizer = Tokenizer(folder)
-    return Engine(target, EngineConfig(**given), make, lambda: Detokenizer(tokenizer))
+    return Engine(target, EngineConfig(**given), make, lambda: Detokenizer(tokenizer), fixed)
 
 
 def request(name: str, prompt: Sequence[int], stop_ids: tuple[int, ...] = (2,), **params: object) -> Request:
@@ -79,6 +84,9 @@ class Answer:
         self.text = ""
         self.logprobs: list = []
         self.reason: str | None = None
+
+
+FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
 
 
 def run(it: Engine, requests: Sequence[Request], join_at: Sequence[int] | None = None) -> dict[str, Answer]:
@@ -130,15 +138,16 @@ PARAMS = {
 }  # fmt: skip
 
 
+@FIXED
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("k", [1, 2, 8, 48])
-def test_every_parameter_gives_the_plain_tokens(folder: Path, target: Target, name: str, k: int) -> None:
+def test_every_parameter_gives_the_plain_tokens(folder: Path, target: Target, name: str, k: int, fixed: bool) -> None:
     """Drafts accepted 0, 1, some and k at a time: the tokens, text and logprobs of plain decoding."""
     requests = [request(str(i), p, logprobs=2, **PARAMS[name]) for i, p in enumerate(prompts(3))]
     plain = run(engine(folder, target), requests)
     rng = random.Random(k)
     for good in (lambda: 0, lambda: 1, lambda: k, lambda: rng.randint(0, k)):
-        it = speculative(folder, target, plain, k, good)
+        it = speculative(folder, target, plain, k, good, fixed=fixed)
         for name_, answer in run(it, requests).items():
             expected = plain[name_]
             assert (answer.ids, answer.text, answer.reason) == (expected.ids, expected.text, expected.reason)
@@ -157,21 +166,23 @@ def test_right_drafts_save_steps(folder: Path, target: Target) -> None:
     assert it.stats.drafts.acceptance_rate == 1.0 and it.stats.drafts.acceptance_length == 5.0
 
 
+@FIXED
 @pytest.mark.parametrize("max_tokens", range(1, 10))
-def test_the_budget_is_met_exactly(folder: Path, target: Target, max_tokens: int) -> None:
+def test_the_budget_is_met_exactly(folder: Path, target: Target, max_tokens: int, fixed: bool) -> None:
     """k = 4 and max_tokens 1 .. 2k+1: delivered == counted == max_tokens."""
     requests = [request("a", [5, 6, 7], max_tokens=max_tokens, stop_ids=())]
     plain = run(engine(folder, target), requests)
-    it = speculative(folder, target, plain, 4, lambda: 4)
+    it = speculative(folder, target, plain, 4, lambda: 4, fixed=fixed)
     answer = run(it, requests)["a"]
     assert len(answer.ids) == max_tokens == it.stats.output_tokens and answer.reason == "length"
     assert answer.ids == plain["a"].ids
 
 
-def test_up_to_the_very_end_of_the_context(folder: Path, target: Target) -> None:
+@FIXED
+def test_up_to_the_very_end_of_the_context(folder: Path, target: Target, fixed: bool) -> None:
     requests = [request("a", [5, 6, 7], max_tokens=61, stop_ids=())]
     plain = run(engine(folder, target, max_model_len=64), requests)
-    it = speculative(folder, target, plain, 8, lambda: 8, max_model_len=64)
+    it = speculative(folder, target, plain, 8, lambda: 8, max_model_len=64, fixed=fixed)
     assert run(it, requests)["a"].ids == plain["a"].ids and len(plain["a"].ids) == 61
 
 
@@ -219,8 +230,9 @@ def test_a_stop_ends_the_block_where_it_falls(
     assert it.stats.drafts.accepted == min(len(expected), max_tokens) - (reason == "length" and max_tokens == 2)
 
 
+@FIXED
 @pytest.mark.parametrize("k", [0, 3, 8])
-def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: int) -> None:
+def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: int, fixed: bool) -> None:
     tokenizer = Tokenizer(folder)
     text = "one two, three"
     script = [*tokenizer.encode(text + " four five six"), 2]
@@ -228,7 +240,7 @@ def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: i
     for stop, include in ((", thr", False), (", thr", True), ("six", False), ("nowhere", False)):
         asked = request("a", [5, 6, 7], max_tokens=60, stop=stop, include_stop_str_in_output=include)
         make = (lambda slots, *_: Scripted(slots, {"a": script}, lambda: 8)) if k else (lambda *_: None)
-        it = engine(folder, dictated, make, speculation=Speculation("ngram", k) if k else None)  # type: ignore[arg-type]
+        it = engine(folder, dictated, make, fixed, speculation=Speculation("ngram", k) if k else None)  # type: ignore[arg-type]
         answer = run(it, [asked])["a"]
         whole = tokenizer.decode(script[:-1])
         at = whole.find(stop)
@@ -238,8 +250,11 @@ def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: i
             assert stop in tokenizer.decode(answer.ids) and stop not in tokenizer.decode(answer.ids[:-1])
 
 
+@FIXED
 @pytest.mark.parametrize("k", [0, 4])
-def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(folder: Path, target: Target, k: int) -> None:
+def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(
+    folder: Path, target: Target, k: int, fixed: bool
+) -> None:
     rng = random.Random(k)
     shapes = list(PARAMS.values())
     requests = [
@@ -249,16 +264,21 @@ def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(folder: Path, 
     solo = {}
     for one in requests:
         solo |= run(engine(folder, target), [one])
-    make = speculative(folder, target, solo, k, lambda: rng.randint(0, k)) if k else engine(folder, target)
+    make = (
+        speculative(folder, target, solo, k, lambda: rng.randint(0, k), fixed=fixed)
+        if k
+        else engine(folder, target, fixed=fixed)
+    )
     together = run(make, requests, [rng.randint(0, 25) for _ in requests])
     assert {n: a.ids for n, a in together.items()} == {n: a.ids for n, a in solo.items()}
 
 
+@FIXED
 @pytest.mark.parametrize("k", [0, 4])
-def test_preempted_and_resumed_requests_lose_nothing(folder: Path, target: Target, k: int) -> None:
+def test_preempted_and_resumed_requests_lose_nothing(folder: Path, target: Target, k: int, fixed: bool) -> None:
     requests = [request(str(i), p, max_tokens=40, stop_ids=()) for i, p in enumerate(prompts(6, 5))]
     plain = run(engine(folder, target), requests)
-    small = {"kv_cache_tokens": 160, "block_size": 8, "enable_prefix_caching": False}
+    small = {"kv_cache_tokens": 160, "block_size": 8, "enable_prefix_caching": False, "fixed": fixed}
     it = speculative(folder, target, plain, k, lambda: 3, **small) if k else engine(folder, target, **small)
     start = it.scheduler.pages.free
     answers = run(it, requests)
@@ -289,9 +309,10 @@ def test_a_rejected_draft_never_enters_the_prefix_cache(folder: Path, target: Ta
     assert len(it.scheduler.pages.match([5] * 8 + [77] * 40).pages) == 1  # the prompt's page and no other
 
 
+@FIXED
 @pytest.mark.parametrize("when", range(5))
-def test_abort_anywhere_frees_everything(folder: Path, target: Target, when: int) -> None:
-    it = engine(folder, target, max_num_batched_tokens=16, max_num_seqs=2)
+def test_abort_anywhere_frees_everything(folder: Path, target: Target, when: int, fixed: bool) -> None:
+    it = engine(folder, target, max_num_batched_tokens=16, max_num_seqs=2, fixed=fixed)
     start, slots = it.scheduler.pages.free, len(it.scheduler._slots)
     for i, p in enumerate(prompts(4, 2)):
         it.add(request(str(i), p * 3, stop_ids=()))

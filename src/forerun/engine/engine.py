@@ -13,6 +13,7 @@ import torch
 
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
+from forerun.engine.fixed import Body, FixedStep, Lives, sizes
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Policy
 from forerun.engine.scheduler import Scheduler, Sequence
@@ -54,9 +55,15 @@ def free_memory(device: torch.device) -> int:
 
 class Engine:
     def __init__(
-        self, target: Target, config: EngineConfig, make_drafter: MakeDrafter, detokenizer: Callable[[], Detokenizer]
+        self,
+        target: Target,
+        config: EngineConfig,
+        make_drafter: MakeDrafter,
+        detokenizer: Callable[[], Detokenizer],
+        fixed: bool | None = None,
     ) -> None:
-        """make_drafter builds the drafter on the engine's own state; detokenizer makes a fresh one for each request."""
+        """make_drafter builds the drafter on the engine's own state; detokenizer makes a fresh one for each request;
+        fixed: make steps of fixed shape, read one late (None: on CUDA)."""
         model, speculation = target.config, config.speculation
         self.config = config
         self.max_model_len = config.max_model_len or target.max_positions
@@ -67,16 +74,23 @@ class Engine:
         tokens = config.kv_cache_tokens or self._default_kv_tokens(target)
         pages = Pages(tokens // config.block_size, config.block_size, config.enable_prefix_caching)
 
-        self.slots = Slots(
-            config.max_num_seqs, self.max_model_len + width + 1, pages.needed(self.max_model_len + width), device
-        )
+        lines = config.max_num_seqs + 1  # the last one is nobody's, for padding
+        self.slots = Slots(lines, self.max_model_len + width + 1, pages.needed(self.max_model_len + width), device)
         self.sampling = SamplingState(self.slots.tokens, self.slots.length, model.vocab_size)
         self.kv = target.kv_cache(pages.count + 1, config.block_size)
         self.drafter = make_drafter(self.slots, self.sampling, self.kv)
+        policy = Policy(speculation)
+        self.scheduler = Scheduler(pages, policy, config.max_num_seqs, config.max_num_batched_tokens)
         block = speculation is not None and speculation.rejection_sample_method == "block"
-        self._step: Stepper = RaggedStep(target, self.kv, self.slots, self.sampling, self.drafter, block)
+        self._step: Stepper
+        if fixed if fixed is not None else device.type == "cuda":
+            probs = speculation is not None and speculation.draft_sample_method == "probabilistic"
+            lives = Lives(self.slots, width, model.vocab_size, probs)
+            body = Body(target, self.kv, self.slots, self.sampling, lives, self.drafter, block)
+            self._step = FixedStep(body, policy, width, sizes(config.max_num_seqs))
+        else:
+            self._step = RaggedStep(target, self.kv, self.slots, self.sampling, self.drafter, block)
         self._flights: deque[Flight] = deque()
-        self.scheduler = Scheduler(pages, Policy(speculation), config.max_num_seqs, config.max_num_batched_tokens)
         self.stats = EngineStats()
         self._vocab = model.vocab_size
         self._detokenizer = detokenizer

@@ -24,3 +24,8 @@ class Policy:
     def k(self, running: int, remaining: int) -> int:
         """For a row that can still take `remaining` tokens (at least 1)."""
         return min(self.width(running), remaining - 1)
+
+    def step_width(self, k: int, found: int) -> int:
+        """How wide a fixed-shape step is to be in which rows may draft k tokens, if the longest draft that is known of has
+        `found` tokens: a step without drafts costs less than one whose drafts are empty. What is known is a step old."""
+        return k if found else 0

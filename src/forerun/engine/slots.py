@@ -20,7 +20,7 @@ class Slots:
 
     def __init__(self, count: int, width: int, pages: int, device: torch.device) -> None:
         self.tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
-        self.length = torch.zeros(count, dtype=torch.int64, device=device)
+        self.length = torch.ones(count, dtype=torch.int64, device=device)  # never 0: a slot's last token can be read
         self.block_table = torch.zeros(count, pages, dtype=torch.int32, device=device)
 
     def set(self, slot: int, ids: tuple[int, ...] | list[int]) -> None:

@@ -1,0 +1,333 @@
+"""Steps of fixed shape, for CUDA: every row computes k + 1 positions whatever it drafted, nothing waits for the host, and
+the host reads a step's verdict after it has launched the next one. The same parts as step.py, in a different order,
+since the draft of the next step is made at the end of this one: verify -> commit -> draft.
+
+Also runs without CUDA, one operation after the other: the twin that the tests compare. What a graph holds is `Body.run`;
+graphs.py captures it. A row lives on the device until it meets a stop token, its limit, or the host's word; a row that
+is not alive computes into page 0, which is nobody's, and commits nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.drafters import Drafter, Rows
+from forerun.engine.policy import Policy
+from forerun.engine.scheduler import Plan, PlanRow, Sequence
+from forerun.engine.slots import Slots
+from forerun.engine.step import Committed, Times
+from forerun.kernels import Batch
+from forerun.models.decoder import KVCache, Target
+from forerun.types import Draft, Logprob, Verdict
+from forerun.verify import noise
+from forerun.verify.accept import accept_block, accept_matching, accept_ratio
+from forerun.verify.sampling import Features, SamplingState, logprobs
+
+GREEDY = Features()
+
+
+def sizes(most: int) -> tuple[int, ...]:
+    """How many rows decode steps have, up to `most`: powers of two up to 16, then steps of 16."""
+    usual = [n for n in (1, 2, 4, 8, 16, *range(32, most, 16)) if n < most]
+    return (*usual, most)
+
+
+class Key(NamedTuple):
+    """What fixes the shapes and the work of a step. rows: how many lines it has, padding included; width: drafts of a
+    row; top: logprobs reported (-1: none, 0: the chosen token's only)."""
+
+    rows: int
+    width: int
+    features: Features = GREEDY
+    top: int = -1
+
+
+class Report(NamedTuple):
+    """What a step tells the host. tokens: [B,W+1]; counts: [B,3], committed, drafted and the size of the next draft;
+    noted: the logprobs of tokens [B,W+1], ids and values of the likeliest [B,W+1,top]; None if nobody asked."""
+
+    tokens: Tensor
+    counts: Tensor
+    noted: tuple[Tensor, Tensor, Tensor] | None
+
+
+class Lives:
+    """Per slot, beside Slots: what ends it (stop ids [S,E], padded -1; limit, the length it may reach; alive) and its next
+    draft (tokens [S,K], size [S], probs [S,K,V] if drafts have them)."""
+
+    def __init__(self, slots: Slots, width: int, vocab: int, probs: bool) -> None:
+        count, device = len(slots.length), slots.length.device
+        self.stop_ids = torch.full((count, 16), -1, dtype=torch.int64, device=device)
+        self.limit = torch.zeros(count, dtype=torch.int64, device=device)
+        self.alive = torch.zeros(count, dtype=torch.bool, device=device)
+        self.draft = torch.zeros(count, width, dtype=torch.int64, device=device)
+        self.draft_size = torch.zeros(count, dtype=torch.int64, device=device)
+        self.draft_probs = torch.zeros(count, width, vocab, device=device) if probs else None
+
+
+class Body:
+    """What one step does to the rows of some slots, all on the device."""
+
+    def __init__(
+        self,
+        target: Target,
+        kv: KVCache,
+        slots: Slots,
+        sampling: SamplingState,
+        lives: Lives,
+        drafter: Drafter | None,
+        block: bool,
+    ) -> None:
+        self.target, self.kv, self.slots, self.sampling, self.lives, self.drafter = target, kv, slots, sampling, lives, drafter
+        self._accept = accept_block if block else accept_ratio
+
+    def run(self, key: Key, slot: Tensor, k: Tensor) -> Report:
+        """A decode step. slot: [B], the padding's is nobody's; k: [B], what each row may draft at most."""
+        draft = self._draft(key, slot, k)
+        self.slots.write_drafts(slot, draft.tokens)
+        alive, length = self.lives.alive[slot], self.slots.length[slot]
+        positions = (length - 1).clamp(min=0)[:, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
+        ids = self.slots.tokens[slot[:, None], positions]
+        rows, total = len(slot), positions.numel()
+        batch = Batch(
+            ids.flatten(),
+            positions.flatten(),
+            torch.arange(0, total + 1, key.width + 1, dtype=torch.int32, device=slot.device),
+            torch.where(alive[:, None], self.slots.block_table[slot], 0),
+            torch.arange(total, device=slot.device),
+        )
+        logits = self.target.forward(batch, self.kv).logits  # [B(W+1),V]
+        every = slot[:, None].expand(rows, key.width + 1).flatten()
+        shaped = self.sampling.shape(logits, every, positions.flatten() + 1, key.features)
+        if draft.probs is None:
+            choice = self.sampling.choose(shaped, every, positions.flatten() + 1, key.features)
+            verdict = accept_matching(choice.view(rows, -1), draft)
+        else:
+            target = self.sampling.probs(shaped, every, key.features).view(rows, key.width + 1, -1)
+            seed = self.sampling.seed[slot]
+            accept = noise.block_noise(seed, length, key.width, noise.ACCEPT)
+            verdict = self._accept(target, draft, accept, noise.block_noise(seed, length, key.width + 1, noise.REDRAW))
+        return self._commit(key, slot, draft, verdict, logits)
+
+    def _draft(self, key: Key, slot: Tensor, k: Tensor) -> Draft:
+        """What was drafted at the end of the last step, cut to what the row may still take."""
+        lives = self.lives
+        room = torch.minimum(k, lives.limit[slot] - self.slots.length[slot] - 1)
+        size = torch.minimum(lives.draft_size[slot], room).clamp(0, key.width)
+        probs = lives.draft_probs[slot, : key.width] if lives.draft_probs is not None else None
+        return Draft(lives.draft[slot, : key.width], size, probs)
+
+    def _commit(self, key: Key, slot: Tensor, draft: Draft, verdict: Verdict, logits: Tensor) -> Report:
+        """Cut the block at a stop or the limit, append it, and draft what follows."""
+        lives, tokens = self.lives, verdict.tokens  # [B,W+1]
+        length, alive = self.slots.length[slot], lives.alive[slot]
+        at = torch.arange(key.width + 1, device=slot.device)
+        stops = (tokens[:, :, None] == lives.stop_ids[slot][:, None, :]).any(-1) & (at < verdict.count[:, None])
+        first = torch.where(stops, at, key.width + 1).amin(1)  # [B] of the first stop, or past all
+        count = torch.minimum(torch.minimum(verdict.count, first + 1), lives.limit[slot] - length)
+        count = torch.where(alive, count, 0).clamp(min=0)
+        ended = (first < count) | (length + count >= lives.limit[slot])
+        self.slots.commit(slot, tokens, count)
+        lives.alive[slot] = alive & ~ended
+        found = self._propose(slot)
+        drafted = torch.where(alive, draft.size, 0)
+        noted = None
+        if key.top >= 0:
+            chosen, ids, values = logprobs(logits, tokens.flatten(), key.top)
+            noted = (chosen.view_as(tokens), ids.view(*tokens.shape, -1), values.view(*tokens.shape, -1))
+        return Report(tokens, torch.stack((count, drafted, found), 1), noted)
+
+    def _propose(self, slot: Tensor) -> Tensor:
+        """Draft for the next step; [B], how much was found."""
+        lives, width = self.lives, self.lives.draft.shape[1]
+        if self.drafter is None or width == 0:
+            return torch.zeros_like(slot)
+        k = torch.where(lives.alive[slot], width, 0)
+        draft = self.drafter.propose(Rows(slot, k, width))
+        lives.draft[slot] = draft.tokens
+        lives.draft_size[slot] = draft.size
+        if lives.draft_probs is not None and draft.probs is not None:
+            lives.draft_probs[slot] = draft.probs
+        return draft.size
+
+    def prefill(self, key: Key, batch: Batch, slot: Tensor, position: Tensor) -> Report:
+        """Chunks of prompts, laid end to end; batch.logits_at are the ends [B] of those that are through, whose slots and
+        positions these are: each gets its first token."""
+        logits = self.target.forward(batch, self.kv).logits  # [B,V]
+        shaped = self.sampling.shape(logits, slot, position, key.features)
+        choice = self.sampling.choose(shaped, slot, position, key.features)[:, None]
+        nothing = Draft(choice[:, :0], torch.zeros_like(slot))
+        return self._commit(key, slot, nothing, Verdict(choice, torch.ones_like(slot)), logits)
+
+
+class FixedFlight:
+    """A step on its way: rows with their reports, which are in host memory once `arrived` returns, and the rows that were
+    in the middle of a prompt. found: is told the longest draft for the next step."""
+
+    def __init__(
+        self,
+        parts: list[tuple[list[PlanRow], Report]],
+        silent: list[PlanRow],
+        arrived: Callable[[], None],
+        found: Callable[[int], None],
+        times: Times,
+    ) -> None:
+        self.times = times
+        self._parts, self._silent, self._arrived, self._found = parts, silent, arrived, found
+
+    def read(self) -> list[Committed]:
+        self._arrived()
+        committed = [Committed(row, [], 0, []) for row in self._silent]
+        found = 0
+        for rows, report in self._parts:
+            tokens, counts = report.tokens.tolist(), report.counts.tolist()
+            for i, (row, ids, (count, drafted, size)) in enumerate(zip(rows, tokens, counts, strict=False)):
+                committed.append(Committed(row, ids[:count], drafted, self._logprobs(row, report, i, count)))
+                found = max(found, size)
+        self._found(found)
+        return committed
+
+    @staticmethod
+    def _logprobs(row: PlanRow, report: Report, i: int, count: int) -> list[Logprob]:
+        top = row.sequence.request.params.logprobs
+        if top is None or report.noted is None:
+            return []
+        chosen, ids, values = (part[i, :count].tolist() for part in report.noted)
+        tokens = report.tokens[i, :count].tolist()
+        return [
+            Logprob(token, value, tuple(zip(top_ids[:top], top_values[:top], strict=True)))
+            for token, value, top_ids, top_values in zip(tokens, chosen, ids, values, strict=True)
+        ]
+
+
+class FixedStep:
+    """Makes the body's steps, one ahead of what the host has read."""
+
+    lag = 1
+
+    def __init__(
+        self,
+        body: Body,
+        policy: Policy,
+        width: int,
+        sizes: tuple[int, ...],
+        run: Callable[[Key, list[int], list[int]], Report] | None = None,
+    ) -> None:
+        """width: drafts of a row at most. sizes: how many rows a decode step may have, ascending (what runs is padded up to
+        one of them). run: makes a decode step, graphs.Graphs.run on CUDA; None runs the body as it is."""
+        self.body, self.policy, self.width, self.sizes = body, policy, width, sizes
+        self.device = body.slots.length.device
+        self.cuda = self.device.type == "cuda"
+        self.nobody = len(body.slots.length) - 1  # the slot of the padding
+        self._run = run or self._eager
+        self._found = width  # the longest draft waiting on the device, as far as the host knows
+
+    def admit(self, sequence: Sequence) -> None:
+        slot, request, lives = sequence.slot, sequence.request, self.body.lives
+        sequence.laid = 0
+        slots = self.body.slots
+        slots.tokens[slot, : len(sequence.ids)] = self._up(sequence.ids)
+        slots.length[slot] = len(sequence.ids)
+        slots.block_table[slot] = 0
+        self.body.sampling.set(slot, request)
+        most = lives.stop_ids.shape[1]  # the host looks for any others
+        stops = [*request.stop_ids, *[-1] * most][:most]
+        lives.stop_ids[slot] = self._up(stops)
+        lives.limit[slot] = len(request.prompt_ids) + request.max_tokens
+        lives.draft_size[slot] = 0
+        lives.alive[slot] = True
+        if self.body.drafter is not None:
+            self.body.drafter.admit(slot, request)
+
+    def release(self, sequence: Sequence, slot: int, finished: bool) -> None:
+        self.body.lives.alive[slot] = False
+        if self.body.drafter is not None:
+            self.body.drafter.release(slot, finished)
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> FixedFlight:
+        start = time.perf_counter()
+        self._lay_pages(plan.rows)
+        decoding = [row for row in plan.rows if row.samples and row.pending == 1]
+        prompts = [row for row in plan.rows if not (row.samples and row.pending == 1)]
+        parts: list[tuple[list[PlanRow], Report]] = []
+        if decoding:
+            width = self.policy.step_width(max(row.k for row in decoding), self._found)
+            key = Key(next(n for n in self.sizes if n >= len(decoding)), width, self._features(decoding), self._top(decoding))
+            padding = key.rows - len(decoding)
+            slot = [row.sequence.slot for row in decoding] + [self.nobody] * padding
+            parts.append((decoding, self._run(key, slot, [row.k for row in decoding] + [0] * padding)))
+        if prompts:
+            parts.append(self._prefill(prompts))
+        down = [(rows, self._down(report)) for rows, report in parts]
+        silent = [row for row in prompts if not row.samples]
+        times = Times(0.0, time.perf_counter() - start, 0.0)
+        return FixedFlight(down, silent, self._mark(), self._note, times)
+
+    def _note(self, found: int) -> None:
+        self._found = found
+
+    def _eager(self, key: Key, slot: list[int], k: list[int]) -> Report:
+        return self.body.run(key, self._up(slot), self._up(k))
+
+    def _prefill(self, rows: list[PlanRow]) -> tuple[list[PlanRow], Report]:
+        """Chunks of prompts, and the first tokens of those that are through."""
+        at = np.array
+        slot, begin = at([row.sequence.slot for row in rows]), at([row.sequence.computed for row in rows])
+        count = at([row.pending for row in rows])
+        through = at([row.samples for row in rows])
+        batch = self.body.slots.batch(slot, begin, count, (np.cumsum(count) - 1)[through])
+        ended = [row for row in rows if row.samples]
+        key = Key(len(ended), 0, self._features(ended), self._top(ended))
+        report = self.body.prefill(key, batch, self._up(slot[through].tolist()), self._up((begin + count)[through].tolist()))
+        return ended, report
+
+    def _features(self, rows: list[PlanRow]) -> Features:
+        return self.body.sampling.features({row.sequence.slot for row in rows})
+
+    @staticmethod
+    def _top(rows: list[PlanRow]) -> int:
+        wanted = [row.sequence.request.params.logprobs for row in rows]
+        most = max((top for top in wanted if top is not None), default=-1)
+        return next(n for n in (-1, 0, 5, 20, 100) if n >= most)
+
+    def _lay_pages(self, rows: list[PlanRow]) -> None:
+        """Write the pages that sequences got since last time into their block tables."""
+        new = [
+            (s.slot, at, s.pages[at]) for s in (row.sequence for row in rows) for at in range(s.laid, len(s.pages))
+        ]
+        if new:
+            slot, at, page = self._up([list(column) for column in zip(*new, strict=True)])
+            self.body.slots.block_table[slot, at] = page.int()
+            for row in rows:
+                row.sequence.laid = len(row.sequence.pages)
+
+    def _up(self, values: list) -> Tensor:
+        """Integers for the device, without waiting."""
+        if not self.cuda:
+            return torch.tensor(values, dtype=torch.int64)
+        return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
+
+    def _down(self, report: Report) -> Report:
+        """The report on its way to the host."""
+        if not self.cuda:
+            return report
+
+        def copy(x: Tensor) -> Tensor:
+            return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+        noted = None if report.noted is None else tuple(copy(part) for part in report.noted)
+        return Report(copy(report.tokens), copy(report.counts), noted)  # type: ignore[arg-type]
+
+    def _mark(self) -> Callable[[], None]:
+        if not self.cuda:
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
