@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -21,8 +21,11 @@ from forerun import __version__
 from forerun.types import SettingError, require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from rich.console import Console
+
+    from forerun.bench.record import Record
     from forerun.engine.stats import DraftStats
     from forerun.llm import Output
 
@@ -33,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Lossless speculative decoding, and the measurements that say whether it pays.\n\n"
-    "`forerun bench` answers the question on this machine in about two minutes; "
+    "`forerun bench` answers the question on this machine in about two minutes, `forerun report` shows the answer again; "
     "`forerun generate` continues a text; `forerun models` lists what is here.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -74,6 +77,31 @@ DTypeOption = Annotated[
 ]
 DeviceOption = Annotated[
     Device, typer.Option("--device", rich_help_panel=MODEL, help="Where it runs; auto: a GPU if there is one.")
+]
+
+MarkdownOption = Annotated[
+    Path | None,
+    typer.Option("--markdown", metavar="FILE", rich_help_panel=OUTPUT, help="The tables and sentences as Markdown."),
+]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html", metavar="FILE", rich_help_panel=OUTPUT, help="One page with verdict, charts and tables; it needs no network."
+    ),
+]
+CiOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ci",
+        metavar="THRESHOLD",
+        rich_help_panel=OUTPUT,
+        help="Exit with 1 unless this holds, for instance 'speedup.copy >= 1.3', 'identical == all', 'failures == 0'. May be "
+        "repeated.",
+    ),
+]
+JunitOption = Annotated[
+    Path | None,
+    typer.Option("--junit", metavar="FILE", rich_help_panel=OUTPUT, help="What each --ci came to, as a JUnit XML file."),
 ]
 
 
@@ -336,10 +364,10 @@ def bench(
             help="The record: every raw sample, settings, versions, machine.",
         ),
     ] = None,
-    markdown: Annotated[
-        Path | None,
-        typer.Option("--markdown", metavar="FILE", rich_help_panel=OUTPUT, help="The tables and sentences as Markdown."),
-    ] = None,
+    markdown: MarkdownOption = None,
+    html: HtmlOption = None,
+    ci: CiOption = None,
+    junit: JunitOption = None,
 ) -> None:
     """Does speculation pay here? Measures it against plain decoding on this machine, with the same prompts, and says so.
 
@@ -355,11 +383,13 @@ def bench(
         forerun bench -m HuggingFaceTB/SmolLM2-360M-Instruct --tasks copy,explain -a ngram:k=2,4,8 -a suffix
 
         forerun bench -a '{"method": "suffix", "suffix_decoding_max_spec_factor": 2.0}' -r 10 --control --markdown result.md
+
+        forerun bench --html result.html --ci 'speedup.copy >= 1.3' --ci 'identical == all' --junit result.xml
     """
     with plain_errors():
         from rich.console import Console
 
-        from forerun.bench import arms, embedded, progress, record, report
+        from forerun.bench import arms, embedded, progress, record
 
         console = Console()
         plan = embedded.Plan(
@@ -374,8 +404,8 @@ def bench(
         )
         path = output or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.json")
         _writable("output", path)
-        if markdown is not None:
-            _writable("markdown", markdown)
+        wanted = _Outputs(markdown, html, tuple(ci or ()), junit)
+        wanted.possible(plan.tasks, (plan.load.label,), [a.name for a in plan.arms])
         from forerun.llm import LLM
 
         with progress.waiting(console, "Loading the model"):
@@ -385,12 +415,58 @@ def bench(
                 plan, loaded.name, embedded.engines(loaded, plan.concurrency, dtype.value, device.value), watcher
             )
         record.save(measured, path)
-        report.show(measured, console)
-        if markdown is not None:
-            markdown.write_text(report.markdown(measured), encoding="utf-8")
+        passed = wanted.write(measured, console)
         console.print(f"\nAll samples, settings and versions: {path}", highlight=False, soft_wrap=True)
         if not measured.finished:
             raise typer.Exit(130)
+        if not passed:
+            raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Records that `forerun bench` wrote.")],
+    markdown: MarkdownOption = None,
+    html: HtmlOption = None,
+    ci: CiOption = None,
+    junit: JunitOption = None,
+) -> None:
+    """Show a record again, or compare records: the first with each of the others.
+
+    One record is shown as `bench` showed it, and can be written as Markdown or as a page, or held against thresholds. Of
+    several, the cells of the same task, load and arm are compared: what became faster, what slower, and what the runs
+    differ in beside the time.
+
+    **Examples**
+
+        forerun report bench-20261129-180000.json --html result.html
+
+        forerun report last-week.json today.json --markdown change.md
+    """
+    with plain_errors():
+        from rich.console import Console
+
+        from forerun.bench import changes
+        from forerun.bench import html as pages
+
+        console = Console()
+        wanted = _Outputs(markdown, html, tuple(ci or ()), junit)
+        records = [_record(path) for path in files]
+        first, *others = records
+        if not others:
+            s = first.settings
+            wanted.possible(s.tasks, [load.label for load in s.loads], [arm.name for arm in s.arms])
+            if not wanted.write(first, console):
+                raise typer.Exit(1)
+            return
+        require(not ci and not junit, "ci", ci or junit, "a threshold speaks of one record; give one FILE")
+        wanted.possible((), (), ())
+        for later in others:
+            changes.show(first, later, console)
+        if markdown is not None:
+            markdown.write_text("\n".join(changes.markdown(first, later) for later in others), encoding="utf-8")
+        if html is not None:
+            html.write_text(pages.changes_page(first, others), encoding="utf-8")
 
 
 @app.command()
@@ -451,6 +527,58 @@ def _prediction(given: str | None) -> str | None:
         return Path(given[1:]).read_text(encoding="utf-8")
     except OSError as error:
         raise SettingError("prediction", given, f"cannot be read ({error.strerror}); give a file after the @") from None
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What to make of a record beside showing it."""
+
+    markdown: Path | None
+    html: Path | None
+    ci: tuple[str, ...]
+    junit: Path | None
+
+    def possible(self, tasks: Sequence[str], loads: Sequence[str], arms: Sequence[str]) -> None:
+        """Raises SettingError for a file that cannot be written and for a threshold on what will not be measured, before
+        minutes of measuring."""
+        from forerun.bench import thresholds
+
+        for name, path in (("markdown", self.markdown), ("html", self.html), ("junit", self.junit)):
+            if path is not None:
+                _writable(name, path)
+        require(
+            self.junit is None or bool(self.ci), "junit", str(self.junit), "there is no threshold; add --ci 'failures == 0'"
+        )
+        thresholds.exist(thresholds.parse(self.ci), tasks, loads, arms)
+
+    def write(self, record: Record, console: Console) -> bool:
+        """Show it, write the files. Whether every threshold holds."""
+        from forerun.bench import html, report, thresholds
+
+        report.show(record, console)
+        if self.markdown is not None:
+            self.markdown.write_text(report.markdown(record), encoding="utf-8")
+        if self.html is not None:
+            self.html.write_text(html.page(record), encoding="utf-8")
+        checks = thresholds.check(thresholds.parse(self.ci), record)
+        if checks:
+            console.print()
+        for check in checks:
+            console.print(
+                thresholds.line(check), style="green" if check.passed else "red", markup=False, highlight=False, soft_wrap=True
+            )
+        if self.junit is not None:
+            self.junit.write_text(thresholds.junit(checks, record), encoding="utf-8")
+        return all(check.passed for check in checks)
+
+
+def _record(path: Path) -> Record:
+    from forerun.bench import record
+
+    try:
+        return record.load(path)
+    except OSError as error:
+        raise SettingError("file", str(path), f"cannot be read ({error.strerror}); give a file that bench wrote") from None
 
 
 def _writable(name: str, path: Path) -> None:

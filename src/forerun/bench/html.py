@@ -13,7 +13,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from forerun.bench import svg
+from forerun.bench import changes, svg
+from forerun.bench.compare import Change
 from forerun.bench.record import Record
 from forerun.bench.report import (
     COSTS,
@@ -33,7 +34,7 @@ from forerun.bench.report import (
 )
 from forerun.bench.statistics import Call, Ratio, Spread
 from forerun.bench.summary import Cell, cells, draws
-from forerun.bench.words import about, command, drawn, headline, loads_of, place, unsettled, versions_of, warnings
+from forerun.bench.words import about, command, drawn, headline, loads_of, needed, place, unsettled, versions_of, warnings
 
 SIGNS: dict[Call, tuple[str, str]] = {
     "faster": ("▲", "faster"),
@@ -138,6 +139,58 @@ def page(record: Record) -> str:
     )
 
 
+def changes_page(before: Record, others: Sequence[Record]) -> str:
+    """The comparison of a run with each of the later ones as a page. Raises SettingError if one has no cell in common."""
+    parts = [_compared(before, later) for later in others]
+    return render("changes.html.j2", {"name": f"Runs compared: {before.settings.model}", "parts": parts})
+
+
+def _compared(before: Record, after: Record) -> dict[str, Any]:
+    made = changes.compare(before, after)
+    ratios = [r for c in made for r in (c.speed, c.speedup) if r is not None]
+    axis = _axis(ratios)
+    places = []
+    for name, here in changes.by_place(made, after):
+        places.append(
+            {
+                "name": name,
+                "speeds": [_changed(c, c.speed, c.speed_verdict, axis, speeds=True) for c in here],
+                "speedups": [
+                    _changed(c, c.speedup, c.speedup_verdict, axis, speeds=False) for c in here if c.speedup_verdict is not None
+                ],
+            }
+        )
+    tables = [Table(name, changes.HEADER, [changes.row(c) for c in here]) for name, here in changes.by_place(made, after)]
+    return {
+        "title": changes.title(before, after),
+        "answer": changes.headline(made, after),
+        "places": places,
+        "axis": svg.scale(axis, "×"),
+        "notes": changes.notes(before, after, made),
+        "tables": tables,
+        "commands": [command(before), command(after)],
+    }
+
+
+def _changed(change: Change, ratio: Ratio | None, call: Call | None, axis: svg.Axis, speeds: bool) -> Verdict:
+    sign, kind = SIGNS[call or "not enough data"]
+    b, a = change.before, change.after
+    if speeds:
+        was, unit = (b.tokens_per_s, a.tokens_per_s), " tokens/s"
+    else:
+        was, unit = (b.speedup.mean if b.speedup else None, a.speedup.mean if a.speedup else None), "×"
+    figures = " → ".join("–" if v is None else f"{v:.2f}" if unit == "×" else f"{v:.1f}" for v in was)
+    known = ratio is not None and ratio.low is not None and ratio.high is not None
+    spread = f"{ratio.low:.2f} to {ratio.high:.2f}" if ratio and known else ""
+    said = f"{a.arm}: from {figures}{unit}, change {ratio.mean:.2f}, {spread}; {call}" if ratio else a.arm
+    picture = svg.interval(ratio, axis, kind, said) if ratio else ""
+    word = {"faster": "more", "slower": "less"}.get(call or "", call or "")
+    shown = word if not speeds else call or ""
+    return Verdict(
+        a.arm, f"{figures}{unit}", picture, f"{ratio.mean:.2f}×" if ratio else "–", spread, sign, shown, kind, Markup("")
+    )
+
+
 def render(template: str, values: dict[str, Any]) -> str:
     """A template of the folder page with these values, every text escaped."""
     environment = Environment(
@@ -165,17 +218,21 @@ def _speed_words(record: Record) -> str:
 
 
 def _verdicts(record: Record, every: Sequence[Cell]) -> dict[str, Any]:
-    """All intervals on one axis. It is cut at twice and half the extreme means, so that one wild interval squeezes no other."""
-    means = [c.speedup.mean for c in every if c.speedup]
-    ends = [v for c in every if c.speedup for v in (c.speedup.low, c.speedup.high) if v is not None]
-    low, high = min([1.0, *means]), max([1.0, *means])
-    held = [min(max(v, low / 2), high * 2) for v in ends]
-    axis = svg.around([0.97, 1.03, *means, *held], log=True)
+    """All intervals on one axis."""
+    axis = _axis([c.speedup for c in every if c.speedup])
     tasks = []
     for task, of_task in by_task(record):
         judged = [c for c in of_task if c.verdict is not None]
         tasks.append(Task(task, about(task), [_verdict(c, record, axis) for c in judged]))
     return {"verdicts": tasks, "axis": svg.scale(axis, "×")}
+
+
+def _axis(ratios: Sequence[Ratio]) -> svg.Axis:
+    """For all of them, and 1. It is cut at twice and half the extreme means, so that one wild interval squeezes no other."""
+    means = [1.0, *[r.mean for r in ratios]]
+    ends = [v for r in ratios for v in (r.low, r.high) if v is not None]
+    held = [min(max(v, min(means) / 2), max(means) * 2) for v in ends]
+    return svg.around([0.97, 1.03, *means, *held], log=True)
 
 
 def _verdict(cell: Cell, record: Record, axis: svg.Axis) -> Verdict:
@@ -207,13 +264,8 @@ def _reason(cell: Cell, record: Record) -> str:
         return ""
     if cell.speedup is None:
         return "No pair of batches was completed."
-    said = ""
-    if cell.counts is not None and cell.counts.drafted and cell.needed is not None and cell.got is not None:
-        said = f"Needed {cell.needed:.2f} tokens a step to break even, got {cell.got:.2f}."
-    elif cell.counts is not None and not cell.counts.drafted:
-        said = "It never had a draft, so every step gave one token."
     remedy = unsettled(cell, record).partition(". ")[2] if cell.verdict == "not enough data" else ""
-    return f"{said} {remedy}".strip()
+    return f"{needed(cell)} {remedy}".strip()
 
 
 def _options(said: str) -> Markup:

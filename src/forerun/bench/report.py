@@ -70,7 +70,7 @@ def terminal(record: Record, width: int) -> Iterator[RenderableType]:
     costs = [cost_row(arm, record.settings.arms[0]) for arm in record.settings.arms if arm.facts]
     if costs:
         yield Text()
-        yield _plain(costs, COSTS)
+        yield listing(costs, COSTS)
     yield Text()
     for draw in draws(record):
         yield Text(drawn(draw))
@@ -96,12 +96,13 @@ def _table(rows: list[tuple[Cell, list[str]]], header: tuple[str, ...], record: 
     return table
 
 
-def _plain(rows: list[list[str]], header: tuple[str, ...]) -> Table:
+def listing(rows: list[list[str]], header: tuple[str, ...], style: dict[str, str] | None = None) -> Table:
+    """A plain table for a terminal; style: of cells that hold exactly such a word."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     for i, name in enumerate(header):
         table.add_column(Text(name), justify="left" if i in (0, len(header) - 1) else "right", overflow="fold")
     for figures in rows:
-        table.add_row(*[Text(f) for f in figures])
+        table.add_row(*[Text(f, style=(style or {}).get(f, "")) for f in figures])
     return table
 
 
@@ -113,13 +114,13 @@ def markdown(record: Record) -> str:
     several = len(record.settings.loads) > 1
     for task, of_task in by_task(record):
         lines += [f"**{task}**: {about(task)}", ""]
-        lines += _lines([_at(c, row(c), several) for c in of_task], ("load", *HEADER) if several else HEADER)
+        lines += lined([_at(c, row(c), several) for c in of_task], ("load", *HEADER) if several else HEADER)
         lines += ["", *[f"- {said}" for cell in of_task if (said := sentence(cell, record)) is not None], ""]
-        lines += _lines([_at(c, latency_row(c), several) for c in of_task], ("load", *LATENCY) if several else LATENCY)
+        lines += lined([_at(c, latency_row(c), several) for c in of_task], ("load", *LATENCY) if several else LATENCY)
         lines.append("")
     costs = [cost_row(arm, record.settings.arms[0]) for arm in record.settings.arms if arm.facts]
     if costs:
-        lines += [*_lines(costs, COSTS), ""]
+        lines += [*lined(costs, COSTS), ""]
     lines += [LEGEND, "", LATENCY_LEGEND, ""]
     lines += [f"- {drawn(draw)}" for draw in draws(record)]
     lines += [f"- Note: {warning}" for warning in warnings(record)]
@@ -226,7 +227,8 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f}%"
 
 
-def _lines(rows: list[list[str]], header: tuple[str, ...]) -> list[str]:
+def lined(rows: list[list[str]], header: tuple[str, ...]) -> list[str]:
+    """A table in Markdown."""
     left = {0, len(header) - 1}
     return [_line(header), _line(["---" if i in left else "---:" for i in range(len(header))]), *[_line(r) for r in rows]]
 

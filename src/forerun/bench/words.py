@@ -90,7 +90,8 @@ def sentence(cell: Cell, record: Record) -> str | None:
         return said + unsettled(cell, record)
     assert cell.speedup is not None
     seen = " as a request sees it" if cell.load.kind != "concurrency" else ""
-    return f"{said}, {times(cell.speedup)}{seen}.{why(cell)}"
+    reason = why(cell) if len(record.settings.loads) == 1 else f" {needed(cell)}"
+    return f"{said}, {times(cell.speedup)}{seen}.{reason}".rstrip()
 
 
 def unsettled(cell: Cell, record: Record) -> str:
@@ -119,6 +120,15 @@ def why(cell: Cell) -> str:
         f" A step took {cell.needed:.2f} times as long as a plain one, so it needed {cell.needed:.2f} tokens to break even; "
         f"it got {cell.got:.2f}."
     )
+
+
+def needed(cell: Cell) -> str:
+    """The same in short."""
+    if cell.counts is None or cell.needed is None or cell.got is None:
+        return ""
+    if not cell.counts.drafted:
+        return "It never had a draft."
+    return f"Needed {cell.needed:.2f} tokens a step to break even, got {cell.got:.2f}."
 
 
 def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
@@ -301,7 +311,8 @@ def _departures(record: Record) -> list[str]:
 
 def _where(d: Difference, record: Record) -> str:
     gap = "" if d.gap is None else f", margin {d.gap:.3f}"
-    return f"{place(d.task, d.load, record)} {d.repetition + 1} at {d.unit} {d.position + 1}{gap}"
+    load = f" under {d.load.label}" if len(record.settings.loads) > 1 else ""
+    return f"{d.task} {d.repetition + 1}{load} at {d.unit} {d.position + 1}{gap}"
 
 
 def _count(n: int, noun: str) -> str:
