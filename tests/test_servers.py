@@ -3,6 +3,7 @@ form in which the engines document them."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -125,7 +126,7 @@ def test_templates_that_cannot_be(change: tuple[str, str], tmp_path: Path) -> No
 VLLM_LOG = """\x1b[0;36m(APIServer pid=1)\x1b[0;0m INFO 11-29 18:00:00 [utils.py:1] vLLM API server version 0.32.0
 WARNING 11-29 [vllm.py:1606] Async scheduling not supported with ngram-based speculative decoding and will be disabled.
 WARNING 11-29 [vllm.py:740] Model Runner V2 does not support ngram; falling back to V1.
-INFO 11-29 [kv_cache_utils.py:1] GPU KV cache size: 40,208 tokens, Maximum concurrency for 4,096 tokens per request: 9.82x
+INFO 11-29 [kv_cache.py:1] GPU KV cache size: 40,208 tokens, Maximum concurrency for 4,096 tokens per request: 9.82x
 INFO 11-29 [kv_cache_utils.py:1] GPU KV cache size: 30,832 tokens, Maximum concurrency for 4,096 tokens per request: 7.53x
 """
 
@@ -155,8 +156,8 @@ def launch(text: str = MOCK, **settings: Any) -> Launch:
 def test_a_server_is_started_described_and_ended() -> None:
     plain, drafting = Server(launch(), BASELINE), Server(launch(), ServedArm("ngram k=4", NGRAM, ("--start", "0.3")))
     try:
-        plain.start()
-        drafting.start()
+        asyncio.run(plain.start())
+        asyncio.run(drafting.start())
         assert plain.running and drafting.running and plain.port != drafting.port
         assert plain.facts is not None and drafting.facts is not None
         assert (plain.facts.kv_tokens, drafting.facts.kv_tokens) == (16384, 12288)
@@ -172,7 +173,7 @@ def test_a_server_is_started_described_and_ended() -> None:
         plain.stop()
         drafting.stop()
     assert not plain.running and not any(servers.session_of(pid) for pid in pids)
-    plain.start()
+    asyncio.run(plain.start())
     assert plain.running, "it can be started again"
     plain.stop()
 
@@ -187,14 +188,14 @@ def test_children_that_ignore_the_request_to_end_are_ended_too(tmp_path: Path) -
     (tmp_path / "leader.py").write_text(leader)
     text = f'engine = "vllm"\ncommand = ["python", "{tmp_path}/leader.py", "{{port}}"]\nserved = "t"\nready = "/"\n'
     server = Server(launch(text), BASELINE)
-    server.start()
+    asyncio.run(server.start())
     assert server._process is not None
     pid = server._process.pid
     until = time.monotonic() + 10
     while len(servers.session_of(pid)) < 2 and time.monotonic() < until:
         time.sleep(0.02)
     assert len(servers.session_of(pid)) == 2
-    server.grace_s = 0.5
+    server.grace_s = 1.0
     server.stop()
     assert servers.session_of(pid) == []
 
@@ -202,13 +203,13 @@ def test_children_that_ignore_the_request_to_end_are_ended_too(tmp_path: Path) -
 def test_a_server_that_does_not_come_up_says_why() -> None:
     server = Server(launch(), ServedArm("arm", None, ("--die",)))
     with pytest.raises(SettingError, match=r"code 3[\s\S]*the drafter does not fit"):
-        server.start()
+        asyncio.run(server.start())
     slow = Server(launch(MOCK.replace("ready_seconds = 20", "ready_seconds = 0.3")), ServedArm("arm", None, ("--start", "30")))
     with pytest.raises(SettingError, match=r"not ready after 0.3 s[\s\S]*engine is starting"):
-        slow.start()
+        asyncio.run(slow.start())
     assert not slow.running
     with pytest.raises(SettingError, match="--program"):
-        Server(Launch(launching.parse(MOCK), "M", program="/nowhere/vllm"), BASELINE).start()
+        asyncio.run(Server(Launch(launching.parse(MOCK), "M", program="/nowhere/vllm"), BASELINE).start())
 
 
 def test_secrets_are_not_written_down() -> None:

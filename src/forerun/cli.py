@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from forerun.bench.command import Options
     from forerun.bench.record import Record
     from forerun.engine.stats import DraftStats
     from forerun.llm import Output
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 
 MODEL, SAMPLING, SPECULATION, ENGINE, OUTPUT, RUN = "Model", "Sampling", "Speculation", "Engine", "Output", "Run"
+LOAD, SERVERS = "Load and prompts", "Servers"
 
 
 class DType(StrEnum):
@@ -309,7 +311,8 @@ def bench(
             "--tasks",
             metavar="NAMES",
             rich_help_panel=RUN,
-            help="What is asked, separated by commas: copy, words, random, return-code, edit-code, explain.",
+            help="What is asked, separated by commas: copy, words, random, return-code, edit-code, explain, chat, quotes, "
+            "agent, chat-zh, quotes-zh, explain-zh.",
         ),
     ] = "copy,return-code,edit-code,explain",
     arm: Annotated[
@@ -319,9 +322,9 @@ def bench(
             "-a",
             metavar="ARM",
             rich_help_panel=RUN,
-            show_default="ngram and suffix",
+            show_default="ngram and suffix; ngram on a server",
             help="A way of drafting to compare with plain decoding: ngram, suffix, ngram:k=2,4,8 (one arm for each) or JSON "
-            "with vLLM's keys. May be repeated.",
+            "with vLLM's keys; on a server also flags:... with its own flags. May be repeated.",
         ),
     ] = None,
     repetitions: Annotated[
@@ -340,8 +343,151 @@ def bench(
         int, typer.Option("--max-tokens", "-n", rich_help_panel=RUN, help="Output tokens of a request, at most.")
     ] = 128,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "-c", rich_help_panel=RUN, help="Requests sent together in a batch.")
-    ] = 1,
+        str | None,
+        typer.Option(
+            "--concurrency",
+            "-c",
+            metavar="N,...",
+            rich_help_panel=LOAD,
+            show_default="1; none with --rate or --trace",
+            help="Requests in flight at once; several numbers, as in 1,8,32, measure each.",
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            "--rate",
+            metavar="R,...",
+            rich_help_panel=LOAD,
+            help="Open loop: so many requests a second on average, at random (Poisson) times, whether or not earlier ones "
+            "have ended. Instead of --concurrency, or beside it if both are given.",
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            "--requests",
+            rich_help_panel=LOAD,
+            show_default="the concurrency; 16 with --rate or --trace",
+            help="Requests of a batch.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            rich_help_panel=LOAD,
+            help="Your own prompts as JSON Lines (prompt, messages, or Spec-Bench's turns), a task beside --tasks; with "
+            "--tasks none, alone. May be repeated.",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            rich_help_panel=LOAD,
+            help="Replay a request log: JSON Lines with timestamp and prompt, messages or input_length. Instead of --tasks; "
+            "each repetition takes the next --requests of it.",
+        ),
+    ] = None,
+    trace_speed: Annotated[
+        float, typer.Option("--trace-speed", rich_help_panel=LOAD, help="Replay the trace so many times as fast.")
+    ] = 1.0,
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine",
+            "-e",
+            metavar="ENGINE|URL",
+            rich_help_panel=SERVERS,
+            help="forerun: the engine in this process. vllm, llamacpp, xllamacpp, sglang, tensorrt-llm: a server for each arm "
+            "is started here. A URL: a server that runs already, without speculation; the arms are then NAME=URL.",
+        ),
+    ] = "forerun",
+    program: Annotated[
+        str | None,
+        typer.Option(
+            "--program", metavar="PATH", rich_help_panel=SERVERS, help="The server's program, in place of the template's."
+        ),
+    ] = None,
+    server_args: Annotated[
+        str,
+        typer.Option(
+            "--server-args", metavar="TEXT", rich_help_panel=SERVERS, help="More of the server's own flags, for every arm."
+        ),
+    ] = "",
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            "--template", metavar="FILE", rich_help_panel=SERVERS, help="How to start it, as --print-template prints it."
+        ),
+    ] = None,
+    print_template: Annotated[
+        bool, typer.Option("--print-template", rich_help_panel=SERVERS, help="Print the engine's template and exit.")
+    ] = False,
+    context: Annotated[
+        int, typer.Option("--context", rich_help_panel=SERVERS, help="Tokens of a sequence that a started server allows.")
+    ] = 4096,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            "--slots",
+            rich_help_panel=SERVERS,
+            show_default="the highest concurrency; 32 with --rate or --trace",
+            help="Requests that an engine takes at once.",
+        ),
+    ] = None,
+    alive: Annotated[
+        str,
+        typer.Option(
+            "--alive",
+            metavar="together|in-turns|auto",
+            rich_help_panel=SERVERS,
+            help="Whether all servers are up at once, or one after the other, twice; auto: together if memory allows. Only one "
+            "ever has work.",
+        ),
+    ] = "auto",
+    logs: Annotated[
+        Path | None,
+        typer.Option("--logs", metavar="FOLDER", rich_help_panel=SERVERS, help="Leave the servers' logs there."),
+    ] = None,
+    served_model: Annotated[
+        str | None,
+        typer.Option(
+            "--served-model",
+            metavar="NAME",
+            rich_help_panel=SERVERS,
+            show_default="the first that the server lists",
+            help="With a URL: the model's name there.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer", metavar="MODEL", rich_help_panel=SERVERS, help="Whose vocabulary the task random draws from."
+        ),
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key-env", metavar="NAME", rich_help_panel=SERVERS, help="With a URL: the environment variable with its key."
+        ),
+    ] = None,
+    header: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--header", metavar="'NAME: VALUE'", rich_help_panel=SERVERS, help="With a URL: sent with each request."
+        ),
+    ] = None,
+    body: Annotated[
+        str,
+        typer.Option("--body", metavar="JSON", rich_help_panel=SERVERS, help="Fields to add to each request to a server."),
+    ] = "{}",
+    timeout: Annotated[
+        float, typer.Option("--timeout", rich_help_panel=SERVERS, help="Seconds after which a request to a server has failed.")
+    ] = 600.0,
     control: Annotated[
         bool,
         typer.Option(
@@ -384,36 +530,59 @@ def bench(
 
         forerun bench -a '{"method": "suffix", "suffix_decoding_max_spec_factor": 2.0}' -r 10 --control --markdown result.md
 
+        forerun bench -e vllm --program venv/bin/vllm -a ngram:k=2,4,8 --tasks copy,explain -c 1,8,32
+
+        forerun bench -e http://127.0.0.1:8000 -a ngram=http://127.0.0.1:8001 --rate 2 --requests 64
+
         forerun bench --html result.html --ci 'speedup.copy >= 1.3' --ci 'identical == all' --junit result.xml
     """
     with plain_errors():
         from rich.console import Console
 
-        from forerun.bench import arms, embedded, progress, record
+        from forerun.bench import command, launching, record
 
+        if print_template:
+            print(launching.text_of(engine), end="")
+            return
         console = Console()
-        plan = embedded.Plan(
-            tuple(name.strip() for name in tasks.split(",") if name.strip()),
-            arms.parse(tuple(arm or arms.DEFAULT_ARMS)),
+        names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+        options = command.Options(
+            model=model,
+            engine=engine,
+            arms=tuple(arm or ()),
+            tasks=() if names == ("none",) else names,
+            prompts=tuple(prompts or ()),
+            trace=trace,
+            trace_speed=trace_speed,
+            concurrency=_numbers("concurrency", concurrency or ("" if rate or trace else "1"), int),
+            rates=_numbers("rate", rate or "", float),
+            requests=requests,
             repetitions=repetitions,
             warmups=warmups,
             max_tokens=max_tokens,
-            concurrency=concurrency,
             control=control,
             seed=seed,
+            dtype=dtype.value,
+            device=device.value,
+            template=template,
+            program=program,
+            server_args=server_args,
+            context=context,
+            slots=slots,
+            alive=alive,
+            logs=logs,
+            served_model=served_model,
+            api_key_env=api_key_env,
+            headers=tuple(header or ()),
+            body=body,
+            timeout_s=timeout,
+            tokenizer=tokenizer,
         )
+        options.check()
         path = output or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.json")
         _writable("output", path)
         wanted = _Outputs(markdown, html, tuple(ci or ()), junit)
-        wanted.possible(plan.tasks, (plan.load.label,), [a.name for a in plan.arms])
-        from forerun.llm import LLM
-
-        with progress.waiting(console, "Loading the model"):
-            loaded = LLM.load(model, dtype.value, device.value)
-        with progress.watcher(console, plan.batches) as watcher:
-            measured = embedded.measure(
-                plan, loaded.name, embedded.engines(loaded, plan.concurrency, dtype.value, device.value), watcher
-            )
+        measured = _measure_plain(options, wanted, console) if options.plain else _measure(options, wanted, console)
         record.save(measured, path)
         passed = wanted.write(measured, console)
         console.print(f"\nAll samples, settings and versions: {path}", highlight=False, soft_wrap=True)
@@ -507,6 +676,51 @@ def models(
                 str(m.folder) if here else "not here yet; fetched on first use",
             )
         Console().print(table)
+
+
+def _measure_plain(options: Options, wanted: _Outputs, console: Console) -> Record:
+    """Batches of requests at once on the engine in this process."""
+    from forerun.bench import arms, embedded, progress
+
+    plan = embedded.Plan(
+        options.tasks,
+        arms.parse(options.arms or arms.DEFAULT_ARMS),
+        repetitions=options.repetitions,
+        warmups=options.warmups,
+        max_tokens=options.max_tokens,
+        concurrency=options.concurrency[0],
+        control=options.control,
+        seed=options.seed,
+    )
+    wanted.possible(plan.tasks, (plan.load.label,), [a.name for a in plan.arms])
+    from forerun.llm import LLM
+
+    with progress.waiting(console, "Loading the model"):
+        loaded = LLM.load(options.model, options.dtype, options.device)
+    with progress.watcher(console, plan.batches) as watcher:
+        return embedded.measure(
+            plan, loaded.name, embedded.engines(loaded, plan.concurrency, options.dtype, options.device), watcher
+        )
+
+
+def _measure(options: Options, wanted: _Outputs, console: Console) -> Record:
+    """Any load on any engine."""
+    from forerun.bench import command, progress, run
+
+    plan = command.plan_of(options)
+    with progress.waiting(console, "Preparing" if options.remote else "Loading the model"):
+        subject = command.subject_of(options, plan, command.invocation())
+    wanted.possible([task.name for task in plan.tasks], [load.label for load in plan.loads], run.names(plan, subject))
+    with progress.watcher(console, run.batches_of(plan, len(subject.sides), subject.together)) as watcher:
+        return command.measure(plan, subject, watcher)
+
+
+def _numbers(name: str, text: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
+    """Of an option that takes several, separated by commas."""
+    try:
+        return tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise SettingError(name, text, "give numbers separated by commas, as in 1,8,32") from None
 
 
 def _prompt(given: str | None) -> str:

@@ -17,15 +17,18 @@ from typing import Any, NamedTuple
 import torch
 
 from forerun.config import EngineConfig, Speculation
+from forerun.drafters import Drafter
 from forerun.drafters.table import TABLE, Surroundings
 from forerun.engine.engine import Engine, EngineStats
 from forerun.engine.scheduler import Sequence as Live
+from forerun.engine.slots import Slots
 from forerun.engine.stats import DraftStats
 from forerun.models import hub
-from forerun.models.decoder import Target
+from forerun.models.decoder import KVCache, Target
 from forerun.models.tokenizer import Detokenizer, Tokenizer
 from forerun.types import FinishReason, Logprob, Request, SamplingParams, SettingError, require
 from forerun.verify.noise import child_seed
+from forerun.verify.sampling import SamplingState
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -153,12 +156,11 @@ class LLM:
             )
             drafter_model = drafter.target
 
-        def make_drafter(slots: Any, sampling: Any, kv: Any) -> Any:
+        def make_drafter(slots: Slots, mirror: Slots, sampling: SamplingState, kv: KVCache, fixed: bool) -> Drafter | None:
             if speculation is None:
                 return None
-            return TABLE[speculation.method](
-                speculation, Surroundings(slots, sampling, kv, config, self.tokenizer.size, drafter_model)
-            )
+            around = Surroundings(slots, mirror, sampling, kv, config, fixed, self.tokenizer.size, drafter_model)
+            return TABLE[speculation.method](speculation, around)
 
         self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(self.tokenizer))
         self._numbers = itertools.count()
@@ -249,6 +251,11 @@ class LLM:
                             return
         finally:
             self.engine.abort(request.id)
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """The request that `stream` would run, for a caller that drives `engine` itself. Raises SettingError."""
+        require(params.n == 1, "n", params.n, "give 1")
+        return self._requests(self._prompts([prompt])[0], params)[0]
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[int, ...]]:
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

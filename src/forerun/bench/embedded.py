@@ -1,22 +1,19 @@
 """Runs the arms on the engine in this process and writes down what happened. Knows how to send a prompt to an engine and in
-which order; draws no conclusions. The only other thing here that touches the engine is what describes the machine.
+which order; draws no conclusions.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
+from forerun.bench import machine
 from forerun.bench.arms import BASELINE, CONTROL, Arm
-from forerun.bench.record import Answer, ArmRecord, Batch, Counts, Difference, Load, Machine, Record, Settings, Times
+from forerun.bench.record import Answer, ArmRecord, Batch, Counts, Difference, Load, Record, Settings, Times
 from forerun.bench.workloads import VARIANTS, Prompt, Task, find
 from forerun.engine.stats import DraftStats
 from forerun.types import SamplingParams, require
@@ -96,7 +93,7 @@ def measure(
 ) -> Record:
     """Run the plan. build makes an arm's engine; it is called for each task anew, so that no drafter remembers another task's
     answers. An interrupt from the keyboard ends the run and what was measured until then is returned as unfinished."""
-    started, begin, load = datetime.now(UTC).isoformat(timespec="seconds"), clock(), _load()
+    started, begin, load = datetime.now(UTC).isoformat(timespec="seconds"), clock(), machine.load_average()
     batches: list[Batch] = []
     differences: list[Difference] = []
     engines: dict[str, dict[str, Any]] = {}
@@ -130,7 +127,8 @@ def measure(
         plan.seed,
         (plan.load,),
     )
-    return Record(started, clock() - begin, finished, _versions(), _machine(load), settings, tuple(batches), tuple(differences))
+    seconds, here = clock() - begin, machine.describe(load)
+    return Record(started, seconds, finished, machine.versions(), here, settings, tuple(batches), tuple(differences))
 
 
 def _measure_task(
@@ -264,39 +262,3 @@ def engines(loaded: LoadedModel, concurrency: int, dtype: str, device: str) -> C
     from forerun.llm import LLM
 
     return lambda arm: LLM(loaded, speculative_config=arm.speculation, dtype=dtype, device=device, max_num_seqs=concurrency)
-
-
-def _load() -> float | None:
-    try:
-        return os.getloadavg()[0]
-    except OSError:
-        return None
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    import forerun
-
-    versions = {"forerun": forerun.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in ("tokenizers", "numpy"):
-        versions[name] = importlib.metadata.version(name)
-    return versions
-
-
-def _machine(load: float | None) -> Machine:
-    import torch
-
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if sys.platform != "win32" else None
-    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return Machine(_cpu(), cores, memory, accelerator, f"{platform.system()} {platform.release()} {platform.machine()}", load)
-
-
-def _cpu() -> str:
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -15,7 +15,8 @@ from forerun.bench.record import Counts, Facts, ServerCounters
 class Ask:
     """One request. One of: messages (for the chat template), text (continued as it stands), ids (token ids, continued).
     name says task and variant. ignore_eos: go on past the end-of-text token. prediction: the expected output, for engines that
-    draft from it. logprobs: report so many of the most likely tokens at each position. temperature 0 is greedy."""
+    draft from it. logprobs: report so many of the most likely tokens at each position. salt: requests with different ones share
+    no prefix cache, where the engine can do that. temperature 0 is greedy."""
 
     name: str
     max_tokens: int
@@ -27,6 +28,7 @@ class Ask:
     ignore_eos: bool = False
     prediction: str | None = None
     logprobs: int | None = None
+    salt: str | None = None
 
 
 class TokenLogprob(NamedTuple):

@@ -7,6 +7,7 @@ A request has failed, whatever the HTTP status was, unless its stream had conten
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -25,21 +26,23 @@ from forerun.bench.sse import Event, EventReader
 class Dialect:
     """What an engine understands beyond the OpenAI API. ignore_eos: it can be told to go on past the end-of-text token.
     extra: fields that every request carries. ids: it takes token ids as a prompt. version: (path, key) of a GET that says its
-    version. state: path of a GET whose answer describes the engine."""
+    version. salt: the field that keeps prefix caches apart; flush: path of a POST that empties the cache."""
 
     name: str
     ignore_eos: bool = True
     ids: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
     version: tuple[str, str] | None = None
+    salt: str | None = None
+    flush: str | None = None
 
 
 DIALECTS = {
     d.name: d
     for d in (
-        Dialect("vllm", extra={"return_token_ids": True}, version=("/version", "version")),
-        Dialect("llamacpp", version=("/props", "build_info")),
-        Dialect("sglang", version=("/server_info", "version")),
+        Dialect("vllm", extra={"return_token_ids": True}, version=("/version", "version"), salt="cache_salt"),
+        Dialect("llamacpp", extra={"cache_prompt": False}, version=("/props", "build_info")),
+        Dialect("sglang", version=("/server_info", "version"), flush="/flush_cache"),
         Dialect("tensorrt-llm", version=("/version", "version")),
         Dialect("openai", ignore_eos=False, ids=False),
     )
@@ -122,6 +125,8 @@ class HttpEndpoint:
         }
         if ask.ignore_eos and dialect.ignore_eos:
             body["ignore_eos"] = True
+        if ask.salt is not None and dialect.salt is not None:
+            body[dialect.salt] = ask.salt
         if ask.prediction is not None:
             body["prediction"] = {"type": "content", "content": ask.prediction}
         if ask.messages is not None:
@@ -153,6 +158,14 @@ class HttpEndpoint:
         reader = READERS.get(self.address.dialect.name)
         text = None if reader is None else await self.get_text(reader.path)
         return None if reader is None or text is None else counters_of(reader, text)
+
+    async def flush(self) -> None:
+        """Empty the prefix cache, where the engine has a request for that."""
+        assert self._session is not None, "use it as a context manager"
+        if self.address.dialect.flush is not None:
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with self._session.post(self.address.root + self.address.dialect.flush) as response:
+                    await response.read()
 
     async def get_text(self, path: str) -> str | None:
         """What a GET answers; None if it does not answer with status 200."""

@@ -4,6 +4,7 @@ processes and logs; launching.py makes the command lines.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import json
@@ -73,13 +74,38 @@ class Server:
             file.write_text(json.dumps(content, indent=1), encoding="utf-8")
         return [*command_of(template, self.arm, values, launch.program), *launch.extra]
 
-    def start(self) -> None:
-        """Until it answers. Raises SettingError, with the end of its log, if it ends or takes too long."""
+    async def start(self) -> None:
+        """Until it answers. Cancelled, it ends the process. Raises SettingError, with the end of the log, if the server ends or
+        takes too long."""
         if self.running:
             return
+        begin = time.perf_counter()
+        command = self._spawn()
+        try:
+            while not self._ready(begin):
+                await asyncio.sleep(0.1)
+        except BaseException:
+            self.stop()
+            raise
+        if self.facts is None:
+            assert self._process is not None
+            said = read_log(self.launch.template, self.log())
+            self.facts = Facts(
+                self.launch.template.engine,
+                said.version,
+                None,
+                tuple(_without_secrets(command)),
+                said.kv_tokens,
+                time.perf_counter() - begin,
+                memory_of_session(self._process.pid),
+                said.scheduler,
+                said.fallbacks,
+                said.warnings,
+            )
+
+    def _spawn(self) -> list[str]:
         self.port = _free_port()
         command, template = self.command(), self.launch.template
-        begin = time.perf_counter()
         with open(self._log, "wb") as log:
             try:
                 self._process = subprocess.Popen(
@@ -94,33 +120,19 @@ class Server:
                 raise SettingError(
                     "engine", command[0], f"cannot be started ({error.strerror}); give the program's path with --program"
                 ) from None
-        try:
-            self._wait(begin)
-        except BaseException:
-            self.stop()
-            raise
-        seconds = time.perf_counter() - begin
-        if self.facts is None:
-            said = read_log(template, self.log())
-            self.facts = Facts(
-                template.engine, said.version, None, tuple(_without_secrets(command)), said.kv_tokens, seconds,
-                memory_of_session(self._process.pid), said.scheduler, said.fallbacks, said.warnings,
-            )  # fmt: skip
+        return command
 
-    def _wait(self, begin: float) -> None:
+    def _ready(self, begin: float) -> bool:
         template = self.launch.template
-        while True:
-            assert self._process is not None
-            code = self._process.poll()
-            if code is not None:
-                said = f"its server ended with code {code} before it was ready.{self._tail()}"
-                raise SettingError("engine", self.arm.name, said)
-            if time.perf_counter() - begin > template.ready_seconds:
-                said = f"its server was not ready after {template.ready_seconds:g} s; set ready_seconds in a --template."
-                raise SettingError("engine", self.arm.name, said + self._tail())
-            if _answers(self.url + template.ready):
-                return
-            time.sleep(0.1)
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            said = f"its server ended with code {code} before it was ready.{self._tail()}"
+            raise SettingError("engine", self.arm.name, said)
+        if time.perf_counter() - begin > template.ready_seconds:
+            said = f"its server was not ready after {template.ready_seconds:g} s; set ready_seconds in a --template."
+            raise SettingError("engine", self.arm.name, said + self._tail())
+        return _answers(self.url + template.ready)
 
     def stop(self) -> None:
         """End it and everything it started: asked to, and after grace_s seconds made to."""
@@ -128,14 +140,12 @@ class Server:
         if process is None:
             return
         _signal(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + self.grace_s
-        while time.monotonic() < deadline and (process.poll() is None or session_of(process.pid)):
-            time.sleep(0.05)
+        _until_gone(process, self.grace_s)
         _signal(process.pid, signal.SIGKILL)
         for pid in session_of(process.pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        process.wait()
+        _until_gone(process, self.grace_s)
 
     def log(self) -> str:
         """All it has said so far."""
@@ -144,6 +154,12 @@ class Server:
     def _tail(self) -> str:
         lines = self.log().splitlines()[-TAIL:]
         return "\nThe end of its log:\n" + "\n".join(f"  {line}" for line in lines) if lines else " It logged nothing."
+
+
+def _until_gone(process: subprocess.Popen[bytes], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and (process.poll() is None or session_of(process.pid)):
+        time.sleep(0.02)
 
 
 def _signal(group: int, number: int) -> None:

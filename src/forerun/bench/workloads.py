@@ -8,8 +8,9 @@ drafter's memory of earlier requests. Definitions: docs/measuring.md.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from forerun.bench.texts import FUNCTIONS, PROSE, READERS, TOPICS, WORDS
 from forerun.types import require
@@ -19,9 +20,9 @@ VARIANTS = 64  # prompts of each task; a run of more requests than that would re
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One of: message (a user's turn, for the chat template), text (continued as it stands), ids (random token ids, as many
-    as given: the engine's vocabulary decides which). name says task and variant. prediction: what a user who asks this could
-    offer as the expected output, for the drafter `prediction`."""
+    """One of: message (a user's turn, for the chat template), messages (a whole conversation), text (continued as it stands),
+    random_ids (so many random token ids: the engine's vocabulary decides which). name says task and variant. prediction: what a
+    user who asks this could offer as the expected output, for the drafter `prediction`. max_tokens: the prompt's own limit."""
 
     name: str
     message: str | None = None
@@ -29,12 +30,15 @@ class Prompt:
     random_ids: int = 0
     seed: int = 0
     prediction: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """about: what it stands for, in half a line. fixed_length: the end-of-sequence token is ignored, so that every answer is
-    as long as asked for. temperature 0 is greedy. caution: what its figures must not be taken for."""
+    as long as asked for. temperature 0 is greedy. caution: what its figures must not be taken for. variants: how
+    many different prompts it has."""
 
     name: str
     about: str
@@ -42,6 +46,7 @@ class Task:
     fixed_length: bool
     temperature: float = 0.0
     caution: str | None = None
+    variants: int = VARIANTS
 
     @property
     def greedy(self) -> bool:

@@ -1,0 +1,347 @@
+"""Whole runs on other engines: a mock engine that is launched, and one that runs already. The records must hold what the mock
+did."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.bench import command, latency, record, run, summary, workloads
+from forerun.bench.arms import BASELINE, CONTROL
+from forerun.bench.command import Options
+from forerun.bench.launching import ServedArm
+from forerun.bench.openai import DIALECTS, Address
+from forerun.bench.record import Answer, Batch, Counts, Load, Record, ServerCounters
+from forerun.bench.run import Plan, Subject
+from forerun.bench.sides import Running
+from forerun.types import SettingError
+from tests.mock_server import MockServer, Script, paced
+from tests.test_servers import MOCK
+
+
+class Quiet:
+    def __init__(self) -> None:
+        self.order: list[tuple[str, str, int]] = []
+
+    def began(self, task: str, arm: str, repetition: int, warmup: bool) -> None:
+        self.order.append((task, arm, repetition))
+
+    def ended(self, batch: Batch) -> None:
+        pass
+
+
+def plan(**changes: Any) -> Plan:
+    given = {"tasks": workloads.find(("explain",)), "repetitions": 2, "max_tokens": 9, "warmup_tokens": 4} | changes
+    return Plan(**given)
+
+
+STEP = 0.004
+
+
+def plain(body: dict[str, Any]) -> Script:
+    return Script(paced(STEP, body["max_tokens"], 1, first_s=0.01))
+
+
+def drafting(body: dict[str, Any]) -> Script:
+    """Two tokens a step, of three drafted."""
+    chunks = paced(STEP, body["max_tokens"], 2, first_s=0.01)
+    steps = len(chunks) - 1
+    return Script(chunks, counted=(steps, 3 * steps, body["max_tokens"] - 1 - steps, (body["max_tokens"] - 1 - steps,)))
+
+
+def measured(
+    what: Plan, base: MockServer, fast: MockServer, watcher: Quiet | None = None, engine: str = "vllm"
+) -> Record:
+    async def go() -> Record:
+        async with base, fast:
+            sides = [
+                Running(ServedArm(BASELINE, None), Address(base.url, "target", DIALECTS[engine])),
+                Running(ServedArm("fast", {"method": "ngram"}), Address(fast.url, "target", DIALECTS[engine])),
+            ]
+            if what.control:
+                sides.append(sides[0])
+            return await run.measure(what, Subject("m", engine, tuple(sides)), watcher or Quiet())
+
+    return asyncio.run(go())
+
+
+def test_a_record_holds_what_the_servers_did(tmp_path: Path) -> None:
+    watcher = Quiet()
+    made = measured(plan(), MockServer(plain), MockServer(drafting), watcher)
+    order = [("fast", -1), (BASELINE, -1), (BASELINE, 0), ("fast", 0), ("fast", 1), (BASELINE, 1)]
+    assert [(a, r) for _, a, r in watcher.order] == order
+    good = [b for b in made.batches if not b.warmup]
+    for batch in good:
+        (answer,) = batch.answers
+        per = 2 if batch.arm == "fast" else 1
+        assert answer.tokens == 9 and len(answer.token_ids) == 9 and len(answer.chunks) == 1 + 8 // per
+        assert latency.tpot(answer) == pytest.approx(STEP / per, rel=0.3), "the rough size; exactness is test_endpoint's"
+        assert answer.ttft_s >= 0.01 and answer.e2e_s >= 0.01 + STEP * 8 / per and batch.wall_s >= answer.e2e_s
+        assert batch.notes == () and batch.before is not None and batch.after is not None
+        if batch.arm == "fast":
+            assert batch.drafting == Counts(4, 4, 12, 4, (), (4,))
+        else:
+            assert batch.drafting is None, "nothing drafts there"
+    prompts = [b.answers[0].prompt for b in made.batches if b.arm == BASELINE]
+    assert len(set(prompts)) == len(prompts) and prompts == [b.answers[0].prompt for b in sorted(
+        (b for b in made.batches if b.arm == "fast"), key=lambda b: b.repetition)]
+    facts = made.settings.arms[1].facts
+    assert facts is not None and (facts.engine, facts.version, facts.kv_tokens) == ("vllm", "9.9", 4096)
+    cell = next(c for c in summary.cells(made) if c.arm == "fast")
+    assert cell.got == pytest.approx(2.0) and cell.identical == (2, 2) and cell.failures == 0
+    record.save(made, tmp_path / "r.json.gz")
+    assert record.load(tmp_path / "r.json.gz") == made
+
+
+def test_every_prompt_of_a_run_is_another_and_caches_are_kept_apart() -> None:
+    server = MockServer(plain)
+    loads = (Load(concurrency=2, requests=2), Load("poisson", rate=200.0, requests=3))
+    made = measured(plan(loads=loads, control=True), server, MockServer(drafting))
+    assert {b.load for b in made.batches} == set(loads) and [a.name for a in made.settings.arms][-1] == CONTROL
+    contents = [body["messages"][0]["content"] for body in server.seen]
+    assert len(contents) == 2 * 3 * 5 and len(set(contents)) == 3 * 5, "baseline and control are asked the same"
+    salts: dict[str, set[str]] = {}
+    for body in server.seen:
+        salts.setdefault(body["messages"][0]["content"], set()).add(body["cache_salt"])
+    assert all(len(of_prompt) == 2 for of_prompt in salts.values()), "and share no prefix cache"
+
+
+def test_one_prompt_too_many_is_refused_before_anything_runs() -> None:
+    with pytest.raises(SettingError, match="different ones"):
+        plan(repetitions=workloads.VARIANTS)
+    for bad in ({"loads": ()}, {"loads": (Load(), Load())}, {"loads": (Load("poisson", rate=0.0),)}, {"tasks": ()}):
+        with pytest.raises(SettingError):
+            plan(**bad)
+
+
+def test_differences_are_found_by_token_and_by_character() -> None:
+    def other(body: dict[str, Any]) -> Script:
+        return dataclasses.replace(drafting(body), first_id=100 if body["max_tokens"] < 9 else 101)
+
+    made = measured(plan(), MockServer(plain), MockServer(other))
+    assert [(d.position, d.unit, d.arm) for d in made.differences] == [(0, "token", "fast")] * 2
+
+    def no_ids(script: Script) -> Script:
+        return dataclasses.replace(script, ids=False)
+
+    made = measured(plan(), MockServer(lambda b: no_ids(plain(b))), MockServer(lambda b: no_ids(other(b))))
+    assert [(d.position, d.unit) for d in made.differences] == [(2, "character")] * 2, "100 and 101 part at the third character"
+
+
+def test_failures_and_other_traffic_are_seen() -> None:
+    seen = 0
+
+    def sometimes(body: dict[str, Any]) -> Script:
+        nonlocal seen
+        seen += 1
+        return dataclasses.replace(drafting(body), ending="drop" if seen == 3 else "done")
+
+    made = measured(plan(), MockServer(plain, foreign_tokens=50), MockServer(sometimes))
+    base, fast = ([b for b in made.batches if b.arm == arm and not b.warmup] for arm in (BASELINE, "fast"))
+    assert all("other traffic" in b.notes[0] and "59" in b.notes[0] for b in base)
+    assert [b.answers[0].failed for b in fast] == [False, True]
+    assert fast[1].answers[0].tokens == 0 and "dropped" in str(fast[1].answers[0].failure)
+    assert next(c for c in summary.cells(made) if c.arm == "fast").failures == 1
+
+
+def answer(tokens: int, counts: Counts = record.NOT_COUNTED) -> Answer:
+    return Answer("p", 3, (), "length", None, 0.1, 1.0, counts, "t", tokens)
+
+
+def test_which_counts_are_believed() -> None:
+    before = ServerCounters(10.0, 40.0, 20.0, (9.0,), generation_tokens=100.0)
+    after = ServerCounters(14.0, 56.0, 26.0, (12.0, 3.0), generation_tokens=120.0)
+    counts, notes = run.judge([answer(12), answer(8)], before, after, True)
+    assert counts == Counts(12, 4, 16, 6, (), (3, 3)) and notes == (), "20 tokens, 2 first ones, 6 accepted: 12 steps"
+    own = Counts(5, 5, 9, 2, (), ())
+    assert run.judge([answer(12, own), answer(8, own)], before, after, True)[0] == Counts(10, 10, 18, 4, (), ())
+    counts, notes = run.judge([answer(6)], before, after, True)
+    assert counts is None and "other traffic" in notes[0]
+    counts, notes = run.judge([answer(12), answer(8)], after, before, True)
+    assert counts is None and "fell" in notes[0]
+    assert run.judge([answer(12), answer(8)], before, after, False) == (None, ())
+    short = dataclasses.replace(after, generation_tokens=110.0)
+    assert "counted 10 tokens of the 20" in run.judge([answer(12), answer(8)], before, short, True)[1][0]
+
+
+def test_orders() -> None:
+    what = plan(repetitions=3, tasks=workloads.find(("copy", "explain")))
+    together = list(run.interleaved(what, 2))
+    assert [s.side for s in together if s.task.name == "copy"] == [1, 0, 0, 1, 1, 0, 0, 1]
+    turns = list(run.in_turns(what, 3))
+    visits = [s.side for i, s in enumerate(turns) if i == 0 or turns[i - 1].side != s.side]
+    assert visits == [0, 1, 2, 1, 0], "the side in the middle of the turn stays up"
+    for steps in (together, turns):
+        kept = [(s.task.name, s.side, s.round_) for s in steps if not s.warmup]
+        assert len(kept) == len(set(kept)) == (2 if steps is together else 3) * 2 * 3
+    assert turns[0].warmup and run.batches_of(what, 3, False) == len(turns)
+
+
+def test_the_margin_at_a_token() -> None:
+    from forerun.bench.endpoint import TokenLogprob
+
+    assert run.margin_at(TokenLogprob("a", -0.5, (("a", -0.5), ("b", -0.75)))) == pytest.approx(0.25)
+    assert run.margin_at(TokenLogprob("a", -0.5, (("a", -0.5),))) is None
+
+
+# launched servers, from the options to the record
+
+
+def options(tmp_path: Path, **changes: Any) -> Options:
+    (tmp_path / "mock.toml").write_text(MOCK)
+    given: dict[str, Any] = {
+        "engine": "vllm", "template": tmp_path / "mock.toml", "program": sys.executable, "arms": ("ngram:k=3",),
+        "model": "some/model", "tasks": ("explain",), "repetitions": 4, "max_tokens": 13,
+    }  # fmt: skip
+    return Options(**(given | changes))
+
+
+def launched(what: Options) -> Record:
+    what.check()
+    made = command.plan_of(what)
+    return command.measure(made, command.subject_of(what, made, ["forerun", "bench"]), Quiet())
+
+
+def processes() -> list[int]:
+    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [int(line.split()[0]) for line in listed if "mock_server.py" in line and str(os.getpid()) not in line.split()[0]]
+
+
+@pytest.mark.parametrize("alive", ["together", "in-turns"])
+def test_servers_are_launched_measured_and_gone(tmp_path: Path, alive: str) -> None:
+    before = processes()
+    made = launched(options(tmp_path, alive=alive, concurrency=(1, 2)))
+    assert made.finished and processes() == before
+    assert [a.name for a in made.settings.arms] == [BASELINE, "ngram k=3"] and made.settings.engine == "vllm"
+    base, arm = (a.facts for a in made.settings.arms)
+    assert base is not None and arm is not None and (base.kv_tokens, arm.kv_tokens) == (16384, 12288)
+    assert arm.scheduler["async scheduling"] == "off" and arm.startup_s is not None and "--speculative-config" in arm.command
+    cells = {(c.arm, c.load.label): c for c in summary.cells(made)}
+    for load in ("c=1", "c=2"):
+        assert cells["ngram k=3", load].got == pytest.approx(3.0) and cells["ngram k=3", load].identical[0] > 0  # type: ignore[index]
+    assert all(not a.failed for b in made.batches for a in b.answers)
+
+
+def test_an_interrupt_leaves_a_record_and_no_server(tmp_path: Path) -> None:
+    """The whole program, asked to end while it measures."""
+    before = processes()
+    (tmp_path / "mock.toml").write_text(MOCK.replace('"--port"', '"--step", "0.05", "--port"'))
+    words = ["bench", "-e", "vllm", "--template", str(tmp_path / "mock.toml"), "--program", sys.executable]
+    words += ["-m", "some/model", "-a", "ngram", "--tasks", "explain", "-n", "40", "--alive", "together"]
+    words += ["-o", str(tmp_path / "out.json")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = subprocess.Popen([sys.executable, "-m", "forerun", *words], text=True, **pipes)  # type: ignore[call-overload]
+    until = time.monotonic() + 60
+    while len(processes()) < len(before) + 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=30)
+    assert running.returncode == 130, (out, err)
+    assert processes() == before
+    assert not record.load(tmp_path / "out.json").finished
+
+
+def test_a_running_server_by_url(tmp_path: Path) -> None:
+    """Asked for its models in a thread of its own, as the command does it before the event loop runs."""
+    import threading
+
+    ready, stop, urls = threading.Event(), threading.Event(), []
+
+    def serve() -> None:
+        async def both() -> None:
+            async with MockServer(plain) as base, MockServer(drafting) as fast:
+                urls.extend([base.url, fast.url])
+                ready.set()
+                while not stop.is_set():
+                    await asyncio.sleep(0.02)
+
+        asyncio.run(both())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    ready.wait(10)
+    try:
+        what = Options(engine=urls[0], arms=(f"fast={urls[1]}/v1",), tasks=("explain",), repetitions=2, max_tokens=9)
+        made = launched(what)
+        assert [a.name for a in made.settings.arms] == [BASELINE, "fast"] and made.settings.model == "target"
+        assert made.settings.engine == "vllm", "told by the owner of its model"
+        for bad in (("ngram",), (), ("fast=ftp://x",), (f"fast={urls[1]}", f"fast={urls[1]}")):
+            with pytest.raises(SettingError):
+                command.subject_of(dataclasses.replace(what, arms=bad), command.plan_of(what), [])
+        with pytest.raises(SettingError, match="target"):
+            command.subject_of(dataclasses.replace(what, served_model="other"), command.plan_of(what), [])
+    finally:
+        stop.set()
+        thread.join()
+    with pytest.raises(SettingError, match="is the server up"):
+        command.subject_of(Options(engine="http://127.0.0.1:9", arms=("a=http://127.0.0.1:9",)), command.plan_of(what), [])
+
+
+# options
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"engine": "forerun", "program": "x", "template": None},
+        {"engine": "http://h", "program": "x", "template": None},
+        {"served_model": "x"},
+        {"headers": ("A: b",)},
+        {"api_key_env": "X"},
+        {"context": 1},
+        {"timeout_s": 0.0},
+        {"logs": Path("/nowhere/at/all")},
+        {"concurrency": ()},
+        {"trace": Path("x"), "concurrency": (1,)},
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path: Path, bad: dict[str, Any]) -> None:
+    with pytest.raises(SettingError):
+        options(tmp_path, **bad).check()
+
+
+def test_arms_on_a_server() -> None:
+    assert [a.name for a in command.served_arms(("ngram:k=2,4", "suffix"))] == ["ngram k=2", "ngram k=4", "suffix"]
+    (ngram,) = command.served_arms(("ngram:k=2",))
+    assert ngram.settings == {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    (own,) = command.served_arms(('{"method": "eagle3", "model": "h", "num_speculative_tokens": 3}',))
+    assert own.name == "eagle3 k=3" and own.settings is not None and own.settings["model"] == "h"
+    (flags,) = command.served_arms(("flags:--spec-type ngram-mod",))
+    assert flags == ServedArm("--spec-type ngram-mod", None, ("--spec-type", "ngram-mod"))
+    for bad in (("{",), ('{"k": 1}',), ("flags:",), ("ngram", "ngram:k=4"), ("eagle",)):
+        with pytest.raises(SettingError):
+            command.served_arms(bad)
+
+
+def test_loads_and_slots() -> None:
+    loads = command.loads_of(Options(concurrency=(1, 8), rates=(2.5,)))
+    assert [load.label for load in loads] == ["c=1", "c=8", "2.5/s"] and [load.requests for load in loads] == [1, 8, 16]
+    assert command.loads_of(Options(concurrency=(4,), requests=12))[0].requests == 12
+    small = plan(loads=(Load(concurrency=2, requests=2),))
+    assert command.slots_of(Options(), small) == 2 and command.slots_of(Options(slots=5), small) == 5
+    assert command.slots_of(Options(), plan(loads=(Load("poisson", rate=1.0, requests=3),))) == 32
+    assert Options().plain and Options(concurrency=(8,)).plain and not Options(concurrency=(1, 8)).plain
+    assert not Options(rates=(1.0,), concurrency=()).plain and not Options(engine="vllm").plain
+
+
+def test_headers_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "abc")
+    assert command._headers(Options(headers=("X-Team: a",), api_key_env="SOME_KEY")) == {
+        "X-Team": "a", "Authorization": "Bearer abc"
+    }  # fmt: skip
+    for bad in (Options(headers=("none",)), Options(api_key_env="NOT_SET_ANYWHERE")):
+        with pytest.raises(SettingError):
+            command._headers(bad)
+    monkeypatch.setattr(sys, "argv", ["x", "bench", "--header", "Authorization: abc"])
+    assert "abc" not in json.dumps(command.invocation())
