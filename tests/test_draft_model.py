@@ -12,7 +12,7 @@ from scipy import stats
 
 from forerun.config import Speculation
 from forerun.drafters import Rows
-from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.draft_model import DeviceDraftModel, DraftModel
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.models.decoder import Target
@@ -34,29 +34,41 @@ def with_drafter(
     folders: tuple[Path, Path], drafter: Target, k: int = 4, sampled: bool = False, limit: int = 512, **settings: object
 ) -> Engine:
     target = Target.load(folders[0], "float32")
+    method = "probabilistic" if sampled else "greedy"
 
-    def make(slots, sampling, kv):  # type: ignore[no-untyped-def]
+    def make(slots, mirror, sampling, kv, fixed):  # type: ignore[no-untyped-def]
         own = drafter.kv_cache(kv.pages, kv.block_size)
+        if fixed:
+            return DeviceDraftModel(drafter, own, slots, sampling, VOCAB, sampled)
         return DraftModel(drafter, own, slots, sampling, VOCAB, limit, 64, sampled)
 
-    return engine(folders[0], target, make, speculation=Speculation("draft_model", k, model="x"), **settings)
+    return engine(
+        folders[0], target, make, speculation=Speculation("draft_model", k, model="x", draft_sample_method=method), **settings
+    )
 
 
-def test_the_target_as_its_own_drafter_is_always_right(folders: tuple[Path, Path]) -> None:
-    it = with_drafter(folders, Target.load(folders[0], "float32"))
+FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
+
+
+@FIXED
+def test_the_target_as_its_own_drafter_is_always_right(folders: tuple[Path, Path], fixed: bool) -> None:
+    it = with_drafter(folders, Target.load(folders[0], "float32"), fixed=fixed)
     requests = [request(str(i), p, stop_ids=(), max_tokens=41) for i, p in enumerate(prompts(5))]
     run(it, requests)
     assert it.stats.drafts.acceptance_rate == 1.0 and it.stats.drafts.acceptance_length == 5.0
 
 
+@FIXED
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_any_drafter_gives_the_targets_greedy_tokens(folders: tuple[Path, Path], sampled: bool, temperature: float) -> None:
+def test_any_drafter_gives_the_targets_greedy_tokens(
+    folders: tuple[Path, Path], sampled: bool, temperature: float, fixed: bool
+) -> None:
     """Point masses also leave seeded sampling as it is; drafts with probabilities keep only its distribution."""
     drafter = Target.load(folders[1], "float32")
     requests = [request(str(i), p, temperature=temperature, seed=i) for i, p in enumerate(prompts(5))]
     plain = run(engine(folders[0], Target.load(folders[0], "float32")), requests)
-    small = {"kv_cache_tokens": 192, "block_size": 8}  # preemption too
+    small = {"kv_cache_tokens": 192, "block_size": 8, "fixed": fixed}  # preemption too
     answers = run(with_drafter(folders, drafter, sampled=sampled, **small), requests)
     if temperature == 0 or not sampled:
         assert {n: a.ids for n, a in answers.items()} == {n: a.ids for n, a in plain.items()}
@@ -101,7 +113,8 @@ def test_incremental_drafts_equal_drafts_from_scratch(folders: tuple[Path, Path]
     assert accepted >= {0, 1, 2, 3, 4}
 
 
-def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path]) -> None:
+@FIXED
+def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path], fixed: bool) -> None:
     """The second and third token, drafted, against the target's exact marginals; a drafter's own tokens must fail."""
     drafter, target = Target.load(folders[1], "float32"), Target.load(folders[0], "float32")
     prompt, bias = (5, 6, 7), {i: -100.0 for i in range(VOCAB) if i >= 12}
@@ -113,17 +126,18 @@ def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path]
 
     plain = seen(engine(folders[0], target, max_num_seqs=32))
     for method in ("standard", "block"):
-        it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32)
+        it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32, fixed=fixed)
+        part = it._step.body if fixed else it._step
         if method == "block":
-            it._step._accept = accept_block
+            part._accept = accept_block
         drafted = seen(it)
         assert 0.02 < (it.stats.drafts.acceptance_rate or 0) < 0.98
         for position in (1, 2):
-            table = np.stack([np.bincount(x[:, position], minlength=12) for x in (plain, drafted)])
+            table = np.stack([np.bincount(x[:, position], minlength=VOCAB) for x in (plain, drafted)])
             table = table[:, table.sum(0) >= 10]
             assert stats.chi2_contingency(table).pvalue > 1e-3
 
-    it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32)
+    it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32, fixed=fixed)
 
     def take_all(target, draft, u_accept, u_redraw):  # type: ignore[no-untyped-def]
         bonus = target.argmax(-1)[:, -1:]
@@ -131,9 +145,9 @@ def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path]
         tokens[torch.arange(len(tokens)), draft.size] = target.argmax(-1)[torch.arange(len(tokens)), draft.size]
         return Verdict(tokens, draft.size + 1)
 
-    it._step._accept = take_all
+    (it._step.body if fixed else it._step)._accept = take_all
     wrong = seen(it)
-    table = np.stack([np.bincount(x[:, 1], minlength=12) for x in (plain, wrong)])
+    table = np.stack([np.bincount(x[:, 1], minlength=VOCAB) for x in (plain, wrong)])
     assert stats.chi2_contingency(table[:, table.sum(0) >= 10]).pvalue < 1e-6
 
 

@@ -14,6 +14,7 @@ from forerun.config import EngineConfig, Speculation
 from forerun.drafters import Needs, Rows
 from forerun.engine.engine import Engine
 from forerun.engine.slots import Slots
+from forerun.kernels import Batch
 from forerun.models.decoder import Target
 from forerun.models.tokenizer import Detokenizer, Tokenizer
 from forerun.types import Draft, Request, SamplingParams, SettingError
@@ -33,10 +34,9 @@ def target(folder: Path) -> Target:
 class Scripted:
     """Knows each request's answer; of every draft the first `good` tokens are right and the next one is wrong."""
 
-    needs = Needs()
-
-    def __init__(self, slots: Slots, answers: dict[str, Sequence[int]], good: Callable[[], int]) -> None:
+    def __init__(self, slots: Slots, answers: dict[str, Sequence[int]], good: Callable[[], int], device: bool = True) -> None:
         self.slots, self.answers, self.good = slots, answers, good
+        self.needs = Needs(device)
         self.of: dict[int, Request] = {}
 
     def admit(self, slot: int, request: Request) -> None:
@@ -61,16 +61,14 @@ class Scripted:
             sizes.append(len(ahead))
         return Draft(tokens, torch.tensor(sizes))
 
-    def observe(self, rows: Rows) -> None:
+    def prefill(self, batch: Batch) -> None:
         pass
 
 
-def engine(
-    folder: Path, target: Target, make: Callable = lambda *_: None, fixed: bool = False, **settings: object
-) -> Engine:
+def engine(folder: Path, target: Target, make: Callable = lambda *_: None, fixed: bool = False, **settings: object) -> Engine:
     given: dict = {"max_num_seqs": 8, "kv_cache_tokens": 2048} | settings
     tokenizer = Tokenizer(folder)
-    return Engine(target, EngineConfig(**given), make, lambda: Detokenizer(tokenizer), fixed)
+    return Engine(target, EngineConfig(**given), make, lambda: Detokenizer(tokenizer), bool(fixed))
 
 
 def request(name: str, prompt: Sequence[int], stop_ids: tuple[int, ...] = (2,), **params: object) -> Request:
@@ -86,7 +84,7 @@ class Answer:
         self.reason: str | None = None
 
 
-FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
+FIXED = pytest.mark.parametrize("fixed", [False, True, "hosted"], ids=["ragged", "fixed", "hosted"])
 
 
 def run(it: Engine, requests: Sequence[Request], join_at: Sequence[int] | None = None) -> dict[str, Answer]:
@@ -118,7 +116,9 @@ def speculative(
 ) -> Engine:
     known = {name: answer.ids for name, answer in answers.items()}
     config = {"speculation": Speculation("ngram", k), **settings}
-    return engine(folder, target, lambda slots, sampling, kv: Scripted(slots, known, good), **config)
+    hosted = settings.get("fixed") == "hosted"
+    make = lambda slots, mirror, *_: Scripted(mirror if hosted else slots, known, good, not hosted)  # noqa: E731
+    return engine(folder, target, make, **config)
 
 
 PARAMS = {
@@ -191,10 +191,10 @@ class Dictated:
 
     def __init__(self, target: Target, script: Sequence[int], prompt: int) -> None:
         self._target, self._script, self._prompt = target, script, prompt
-        for name in ("config", "dtype", "device", "max_positions", "kv_bytes_per_token", "kv_cache"):
+        for name in ("config", "dtype", "device", "max_positions", "kv_bytes_per_token", "kv_cache", "kernels"):
             setattr(self, name, getattr(target, name))
 
-    def forward(self, batch, kv, layers=()):  # type: ignore[no-untyped-def]
+    def forward(self, batch, kv, layers=(), kernels=None):  # type: ignore[no-untyped-def]
         done = self._target.forward(batch, kv, layers)
         at = batch.positions[batch.logits_at] + 1 - self._prompt
         said = torch.tensor(self._script)[at.clamp(max=len(self._script) - 1)]
@@ -239,7 +239,15 @@ def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: i
     dictated = Dictated(target, script, 3)
     for stop, include in ((", thr", False), (", thr", True), ("six", False), ("nowhere", False)):
         asked = request("a", [5, 6, 7], max_tokens=60, stop=stop, include_stop_str_in_output=include)
-        make = (lambda slots, *_: Scripted(slots, {"a": script}, lambda: 8)) if k else (lambda *_: None)
+        make = (
+            (
+                lambda slots, mirror, *_: Scripted(
+                    mirror if fixed == "hosted" else slots, {"a": script}, lambda: 8, fixed != "hosted"
+                )
+            )
+            if k
+            else (lambda *_: None)
+        )
         it = engine(folder, dictated, make, fixed, speculation=Speculation("ngram", k) if k else None)  # type: ignore[arg-type]
         answer = run(it, [asked])["a"]
         whole = tokenizer.decode(script[:-1])
@@ -252,9 +260,7 @@ def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: i
 
 @FIXED
 @pytest.mark.parametrize("k", [0, 4])
-def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(
-    folder: Path, target: Target, k: int, fixed: bool
-) -> None:
+def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(folder: Path, target: Target, k: int, fixed: bool) -> None:
     rng = random.Random(k)
     shapes = list(PARAMS.values())
     requests = [

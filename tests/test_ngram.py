@@ -111,7 +111,6 @@ def test_drafters_follow_the_slots_and_the_row_limits(kind: type[Ngram] | type[D
         new = torch.from_numpy(rng.integers(0, 4, (3, 5)))
         count = torch.from_numpy(rng.integers(1, 5, 3))
         slots.commit(rows.slot, new, count)
-        drafter.observe(rows)
         for row, slot in enumerate((3, 0, 2)):
             text[slot] += new[row, : count[row]].tolist()
     drafter.release(0, False)

@@ -42,7 +42,6 @@ def decode(kind: Kind, prediction: list[int], output: list[int], k: int) -> Run:
         tokens = draft.tokens[0, : int(draft.size[0])].tolist()
         right = next((n for n, t in enumerate(tokens) if t != output[at + n]), len(tokens))
         slots.commit(slot, torch.tensor([output[at : at + right + 1]]), torch.tensor([right + 1]))
-        drafter.observe(Rows(slot, torch.tensor([limit]), k))
         at += right + 1
         steps, drafted, accepted = steps + 1, drafted + len(tokens), accepted + right
     return Run(steps, drafted, accepted)

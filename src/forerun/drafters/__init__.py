@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from forerun.engine.slots import Slots
+from forerun.kernels import Batch
 from forerun.types import Draft, Request
 
 
@@ -42,8 +43,8 @@ class Drafter(Protocol):
     def propose(self, rows: Rows) -> Draft:
         """Guess what follows each row's committed tokens."""
 
-    def observe(self, rows: Rows) -> None:
-        """Tokens were committed in these rows, after a prefill chunk and after a verify alike."""
+    def prefill(self, batch: Batch) -> None:
+        """These prompt tokens are on their way through the target."""
 
 
 __all__ = ["Draft", "Drafter", "Needs", "Request", "Rows", "Slots"]

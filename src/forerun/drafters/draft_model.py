@@ -13,10 +13,11 @@ from torch import Tensor
 
 from forerun.drafters import Needs, Rows
 from forerun.engine.slots import Slots
+from forerun.kernels import Batch
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Draft, Request
 from forerun.verify import noise
-from forerun.verify.sampling import SamplingState
+from forerun.verify.sampling import Features, SamplingState
 
 
 class DraftModel:
@@ -44,7 +45,7 @@ class DraftModel:
     def release(self, slot: int, finished: bool) -> None:
         pass
 
-    def observe(self, rows: Rows) -> None:
+    def prefill(self, batch: Batch) -> None:
         pass
 
     def propose(self, rows: Rows) -> Draft:
@@ -92,3 +93,64 @@ class DraftModel:
             return shaped.argmax(-1), shaped
         q = self._sampling.probs(shaped, slot, features)
         return noise.draw(q, u), q
+
+
+class DeviceDraftModel:
+    """The same as tensor operations of fixed shape, for steps that draft at their end. Its keys and values keep pace with
+    the target's: prompts go through it in the same chunks, and a draft begins by computing the last two committed
+    tokens, since after a fully accepted draft both are new to it. So cached pages are good for both.
+
+    A drafter with a shorter context than the target's is not made for this: it would have to stop on the device."""
+
+    def __init__(
+        self, model: Target, kv: KVCache, slots: Slots, sampling: SamplingState, vocab: int, sampled: bool
+    ) -> None:
+        """kv: as many pages as the target's; vocab: ids from here on are never drafted; sampled: draw the drafts."""
+        self.needs = Needs(device=True, kv_layers=model.config.layers)
+        self._model, self._kv, self._slots, self._sampling = model, kv, slots, sampling
+        self._vocab, self._sampled = vocab, sampled
+
+    def admit(self, slot: int, request: Request) -> None:
+        """Nothing to do: the slots hold all there is."""
+
+    def release(self, slot: int, finished: bool) -> None:
+        """Nothing to do."""
+
+    def prefill(self, batch: Batch) -> None:
+        self._model.forward(batch._replace(logits_at=batch.logits_at[:1]), self._kv)
+
+    def propose(self, rows: Rows) -> Draft:
+        slot, width = rows.slot, rows.width
+        length = self._slots.length[slot]  # [B]
+        table = torch.where((rows.k > 0)[:, None], self._slots.block_table[slot], 0)  # dead rows write to nobody's page
+        tokens = slot.new_zeros(len(slot), width)
+        seed = self._sampling.seed[slot]
+        u = noise.block_noise(seed, length, width, noise.DRAFT)  # [B,K]
+        probs = []
+        for i in range(width):
+            first = i == 0
+            at = (length + i - 1)[:, None] + torch.arange(-1 if first else 0, 1, device=slot.device)  # [B,2] or [B,1]
+            at = at.clamp(min=0)
+            logits = self._forward(slot, at, table)
+            q = self._distribution(logits, slot, length + i) if self._sampled else None
+            tokens[:, i] = logits[:, : self._vocab].argmax(-1) if q is None else noise.draw(q, u[:, i])
+            self._slots.tokens[slot, length + i] = tokens[:, i]
+            if q is not None:
+                probs.append(q)
+        return Draft(tokens, rows.k.clamp(max=width), torch.stack(probs, 1) if probs else None)
+
+    def _forward(self, slot: Tensor, at: Tensor, table: Tensor) -> Tensor:
+        """Logits behind the last of each row's positions, [B,n] -> [B,V]."""
+        rows, count = at.shape
+        start = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=at.device)
+        ends = torch.arange(count - 1, rows * count, count, device=at.device)
+        ids = self._slots.tokens[slot[:, None], at]
+        kernels = self._model.kernels.bounded(count, self._slots.tokens.shape[1])
+        return self._model.forward(Batch(ids.flatten(), at.flatten(), start, table, ends), self._kv, kernels=kernels).logits
+
+    def _distribution(self, logits: Tensor, slot: Tensor, position: Tensor) -> Tensor:
+        """What the drafts are drawn from, [B,V]: each request's temperature and filters on what the drafter says. Every
+        request's features are allowed for, since the graph outlives the requests of the moment."""
+        known = torch.full((len(logits), self._sampling.vocab), -torch.inf, device=logits.device)
+        known[:, : self._vocab] = logits[:, : self._vocab]
+        return self._sampling.probs(known, slot, Features(sampled=True))

@@ -15,6 +15,7 @@ from forerun.config import Speculation
 from forerun.drafters import Needs, Rows
 from forerun.drafters.host import pack
 from forerun.engine.slots import Slots
+from forerun.kernels import Batch
 from forerun.types import Draft, Request
 
 WORD = 4  # bytes of a token id in the keys of the index
@@ -107,7 +108,7 @@ class Ngram:
             drafts.append(self.index[slot].propose(self.slots.history(slot), k) if k else [])
         return pack(drafts, rows.width, self.vocab)
 
-    def observe(self, rows: Rows) -> None:
+    def prefill(self, batch: Batch) -> None:
         """Nothing to do: propose reads what is new."""
 
 
@@ -132,5 +133,5 @@ class DeviceNgram:
         known = (tokens < self.vocab).cumprod(1).sum(1)  # [B]
         return Draft(tokens, torch.minimum(torch.minimum(size, rows.k), known))
 
-    def observe(self, rows: Rows) -> None:
+    def prefill(self, batch: Batch) -> None:
         """Nothing to do: propose reads the slots."""

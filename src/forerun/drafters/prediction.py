@@ -24,6 +24,7 @@ from forerun.config import Speculation
 from forerun.drafters import Needs, Rows
 from forerun.drafters.host import pack
 from forerun.engine.slots import Slots
+from forerun.kernels import Batch
 from forerun.types import Draft, Request
 
 NEAR = 64  # tokens ahead of the last place that agreed: within them a match of two tokens is believed
@@ -151,7 +152,7 @@ class Prediction:
                 drafts.append([])
         return pack(drafts, rows.width, self.vocab)
 
-    def observe(self, rows: Rows) -> None:
+    def prefill(self, batch: Batch) -> None:
         """Nothing to do: propose reads what is new."""
 
 
@@ -229,5 +230,5 @@ class DevicePrediction:
         limit = torch.minimum(torch.minimum(bounds, rows.k), torch.minimum((size - end).clamp(min=0), known))
         return Draft(tokens, limit)
 
-    def observe(self, rows: Rows) -> None:
+    def prefill(self, batch: Batch) -> None:
         """Nothing to do: propose reads the slots."""

@@ -29,6 +29,7 @@ from forerun.config import Speculation
 from forerun.drafters import Needs, Rows
 from forerun.drafters.host import pack
 from forerun.engine.slots import Slots
+from forerun.kernels import Batch
 from forerun.types import Draft, Request
 
 TEXT = 32  # a position is (number of the text << TEXT) + index in it; later texts have larger numbers
@@ -370,5 +371,5 @@ class Suffix:
                 own.append(token)
             yield speculate(own, self.shared, k, self.factor, self.min_prob).tokens
 
-    def observe(self, rows: Rows) -> None:
+    def prefill(self, batch: Batch) -> None:
         """Nothing to do: propose reads what is new."""

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters import Drafter
-from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.draft_model import DeviceDraftModel, DraftModel
 from forerun.drafters.ngram import DeviceNgram, Ngram
-from forerun.drafters.prediction import Prediction
+from forerun.drafters.prediction import DevicePrediction, Prediction
 from forerun.drafters.suffix import Suffix
 from forerun.engine.slots import Slots
-from forerun.models.decoder import KVCache, Target
+from forerun.models.decoder import PADDING, KVCache, Target
 from forerun.types import SettingError, require
 from forerun.verify.sampling import SamplingState
 
 
-class Surroundings:
-    """What a drafter can be built on: the engine's state, and for draft_model the drafter's weights.
-    vocab: the ids that the tokenizer has."""
+class Surroundings(NamedTuple):
+    """What a drafter can be built on: the engine's state, and for draft_model the drafter's weights. slots are those of
+    the steps and may lie on a GPU; mirror follows them on the host, a step late on a GPU, else they are the same. fixed: steps
+    are of fixed shape. vocab: the ids that the tokenizer has."""
 
-    def __init__(
-        self, slots: Slots, sampling: SamplingState, kv: KVCache, config: EngineConfig, vocab: int, model: Target | None
-    ) -> None:
-        self.slots, self.sampling, self.kv, self.config, self.vocab, self.model = slots, sampling, kv, config, vocab, model
+    slots: Slots
+    mirror: Slots
+    sampling: SamplingState
+    kv: KVCache
+    config: EngineConfig
+    fixed: bool
+    vocab: int
+    model: Target | None
 
 
 def _ngram(s: Speculation, e: Surroundings) -> Drafter:
-    return DeviceNgram(e.slots, s, e.vocab) if e.slots.tokens.is_cuda else Ngram(e.slots, s, e.vocab)
+    return DeviceNgram(e.slots, s, e.vocab) if e.fixed else Ngram(e.slots, s, e.vocab)
+
+
+def _prediction(s: Speculation, e: Surroundings) -> Drafter:
+    return DevicePrediction(e.slots, s, e.vocab) if e.fixed else Prediction(e.slots, s, e.vocab)
 
 
 def _draft_model(s: Speculation, e: Surroundings) -> Drafter:
@@ -39,13 +49,18 @@ def _draft_model(s: Speculation, e: Surroundings) -> Drafter:
     kv = e.model.kv_cache(e.kv.pages, e.kv.block_size)
     vocab = min(e.vocab, e.model.config.vocab_size)
     sampled = s.draft_sample_method == "probabilistic"
-    return DraftModel(e.model, kv, e.slots, e.sampling, vocab, limit, e.config.max_num_batched_tokens, sampled)
+    if not e.fixed:
+        return DraftModel(e.model, kv, e.slots, e.sampling, vocab, limit, e.config.max_num_batched_tokens, sampled)
+    longest = e.config.max_model_len or limit
+    remedy = f"on a GPU the drafter must take the target's context; give max_model_len={limit} to the engine"
+    require(longest <= limit and e.slots.tokens.shape[1] <= limit + PADDING, "max_model_len", longest, remedy)
+    return DeviceDraftModel(e.model, kv, e.slots, e.sampling, vocab, sampled)
 
 
 TABLE: dict[str, Callable[[Speculation, Surroundings], Drafter]] = {
     "ngram": _ngram,
     "ngram_gpu": lambda s, e: DeviceNgram(e.slots, s, e.vocab),
-    "suffix": lambda s, e: Suffix(e.slots, s, e.vocab),
-    "prediction": lambda s, e: Prediction(e.slots, s, e.vocab),
+    "suffix": lambda s, e: Suffix(e.mirror, s, e.vocab),
+    "prediction": _prediction,
     "draft_model": _draft_model,
 }

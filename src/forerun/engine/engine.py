@@ -25,7 +25,7 @@ from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
 from forerun.verify.sampling import SamplingState, check_request
 
-MakeDrafter = Callable[[Slots, SamplingState, KVCache], Drafter | None]
+MakeDrafter = Callable[[Slots, Slots, SamplingState, KVCache, bool], Drafter | None]  # see drafters/table.py
 
 
 @dataclass(slots=True)
@@ -78,16 +78,23 @@ class Engine:
         self.slots = Slots(lines, self.max_model_len + width + 1, pages.needed(self.max_model_len + width), device)
         self.sampling = SamplingState(self.slots.tokens, self.slots.length, model.vocab_size)
         self.kv = target.kv_cache(pages.count + 1, config.block_size)
-        self.drafter = make_drafter(self.slots, self.sampling, self.kv)
+        fixed = device.type == "cuda" if fixed is None else fixed
+        mirror = Slots(lines, self.slots.tokens.shape[1], 1, torch.device("cpu")) if fixed else self.slots
+        self.drafter = make_drafter(self.slots, mirror, self.sampling, self.kv, fixed)
         policy = Policy(speculation)
-        self.scheduler = Scheduler(pages, policy, config.max_num_seqs, config.max_num_batched_tokens)
+        beyond = width + 1 if fixed and self.drafter is not None and self.drafter.needs.kv_layers else 0
+        widest = self.slots.block_table.shape[1]
+        budget = config.max_num_batched_tokens
+        self.scheduler = Scheduler(pages, policy, config.max_num_seqs, budget, beyond, widest)
         block = speculation is not None and speculation.rejection_sample_method == "block"
         self._step: Stepper
-        if fixed if fixed is not None else device.type == "cuda":
+        if fixed:
             probs = speculation is not None and speculation.draft_sample_method == "probabilistic"
             lives = Lives(self.slots, width, model.vocab_size, probs)
-            body = Body(target, self.kv, self.slots, self.sampling, lives, self.drafter, block)
-            self._step = FixedStep(body, policy, width, sizes(config.max_num_seqs))
+            self._step = FixedStep(
+                Body(target, self.kv, self.slots, self.sampling, lives, self.drafter, block),
+                policy, width, mirror, sizes(config.max_num_seqs),
+            )  # fmt: skip
         else:
             self._step = RaggedStep(target, self.kv, self.slots, self.sampling, self.drafter, block)
         self._flights: deque[Flight] = deque()

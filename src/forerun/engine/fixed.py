@@ -84,7 +84,11 @@ class Body:
         drafter: Drafter | None,
         block: bool,
     ) -> None:
-        self.target, self.kv, self.slots, self.sampling, self.lives, self.drafter = target, kv, slots, sampling, lives, drafter
+        """drafter: one that works on the device drafts at the end of each step; what another one drafts is written into
+        `lives` from outside."""
+        self.target, self.kv, self.slots, self.sampling, self.lives = target, kv, slots, sampling, lives
+        self.drafter = drafter if drafter is not None and drafter.needs.device else None
+        self.host_drafter = drafter if self.drafter is None else None
         self._accept = accept_block if block else accept_ratio
 
     def run(self, key: Key, slot: Tensor, k: Tensor) -> Report:
@@ -95,6 +99,7 @@ class Body:
         positions = (length - 1).clamp(min=0)[:, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
         ids = self.slots.tokens[slot[:, None], positions]
         rows, total = len(slot), positions.numel()
+        kernels = self.target.kernels.bounded(key.width + 1, self.slots.tokens.shape[1])
         batch = Batch(
             ids.flatten(),
             positions.flatten(),
@@ -102,7 +107,7 @@ class Body:
             torch.where(alive[:, None], self.slots.block_table[slot], 0),
             torch.arange(total, device=slot.device),
         )
-        logits = self.target.forward(batch, self.kv).logits  # [B(W+1),V]
+        logits = self.target.forward(batch, self.kv, kernels=kernels).logits  # [B(W+1),V]
         every = slot[:, None].expand(rows, key.width + 1).flatten()
         shaped = self.sampling.shape(logits, every, positions.flatten() + 1, key.features)
         if draft.probs is None:
@@ -160,6 +165,8 @@ class Body:
         """Chunks of prompts, laid end to end; batch.logits_at are the ends [B] of those that are through, whose slots and
         positions these are: each gets its first token."""
         logits = self.target.forward(batch, self.kv).logits  # [B,V]
+        if self.drafter is not None:
+            self.drafter.prefill(batch)
         shaped = self.sampling.shape(logits, slot, position, key.features)
         choice = self.sampling.choose(shaped, slot, position, key.features)[:, None]
         nothing = Draft(choice[:, :0], torch.zeros_like(slot))
@@ -207,21 +214,24 @@ class FixedFlight:
 
 
 class FixedStep:
-    """Makes the body's steps, one ahead of what the host has read."""
-
-    lag = 1
+    """Makes the body's steps, one ahead of what the host has read. A drafter on the host has to see a step before it can
+    draft for the next: then every step is read at once, and `waits` counts that."""
 
     def __init__(
         self,
         body: Body,
         policy: Policy,
         width: int,
+        mirror: Slots,
         sizes: tuple[int, ...],
         run: Callable[[Key, list[int], list[int]], Report] | None = None,
     ) -> None:
-        """width: drafts of a row at most. sizes: how many rows a decode step may have, ascending (what runs is padded up to
-        one of them). run: makes a decode step, graphs.Graphs.run on CUDA; None runs the body as it is."""
-        self.body, self.policy, self.width, self.sizes = body, policy, width, sizes
+        """width: drafts of a row at most. mirror: slots on the host, for a drafter there. sizes: how many rows a decode step
+        may have, ascending (what runs is padded up to one of them). run: makes a decode step, graphs.Graphs.run on CUDA;
+        None runs the body as it is."""
+        self.body, self.policy, self.width, self.mirror, self.sizes = body, policy, width, mirror, sizes
+        self.lag = 0 if body.host_drafter is not None else 1
+        self.waits = 0
         self.device = body.slots.length.device
         self.cuda = self.device.type == "cuda"
         self.nobody = len(body.slots.length) - 1  # the slot of the padding
@@ -242,13 +252,32 @@ class FixedStep:
         lives.limit[slot] = len(request.prompt_ids) + request.max_tokens
         lives.draft_size[slot] = 0
         lives.alive[slot] = True
-        if self.body.drafter is not None:
-            self.body.drafter.admit(slot, request)
+        self.mirror.set(slot, sequence.ids)
+        for drafter in self._drafters():
+            drafter.admit(slot, request)
 
     def release(self, sequence: Sequence, slot: int, finished: bool) -> None:
         self.body.lives.alive[slot] = False
-        if self.body.drafter is not None:
-            self.body.drafter.release(slot, finished)
+        self.mirror.set(slot, sequence.ids)
+        for drafter in self._drafters():
+            drafter.release(slot, finished)
+
+    def _drafters(self) -> list[Drafter]:
+        return [drafter for drafter in (self.body.drafter, self.body.host_drafter) if drafter is not None]
+
+    def _draft_on_host(self, rows: list[PlanRow]) -> None:
+        """Have the host's drafter draft for these rows, all of which have been read, and send the drafts."""
+        assert self.body.host_drafter is not None
+        for row in rows:
+            self.mirror.set(row.sequence.slot, row.sequence.ids)
+        slot = [row.sequence.slot for row in rows]
+        k = torch.tensor([row.k for row in rows])
+        draft = self.body.host_drafter.propose(Rows(torch.tensor(slot), k, int(k.max())))
+        at, lives = self._up(slot), self.body.lives
+        lives.draft[at, : draft.tokens.shape[1]] = self._up(draft.tokens.tolist())
+        lives.draft_size[at] = self._up(draft.size.tolist())
+        self._found = int(draft.size.max())
+        self.waits += 1
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> FixedFlight:
@@ -257,6 +286,8 @@ class FixedStep:
         decoding = [row for row in plan.rows if row.samples and row.pending == 1]
         prompts = [row for row in plan.rows if not (row.samples and row.pending == 1)]
         parts: list[tuple[list[PlanRow], Report]] = []
+        if decoding and self.body.host_drafter is not None and any(row.k for row in decoding):
+            self._draft_on_host(decoding)
         if decoding:
             width = self.policy.step_width(max(row.k for row in decoding), self._found)
             key = Key(next(n for n in self.sizes if n >= len(decoding)), width, self._features(decoding), self._top(decoding))
@@ -271,7 +302,8 @@ class FixedStep:
         return FixedFlight(down, silent, self._mark(), self._note, times)
 
     def _note(self, found: int) -> None:
-        self._found = found
+        if self.body.host_drafter is None:
+            self._found = found
 
     def _eager(self, key: Key, slot: list[int], k: list[int]) -> Report:
         return self.body.run(key, self._up(slot), self._up(k))

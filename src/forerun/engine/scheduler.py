@@ -88,9 +88,13 @@ class Plan(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, pages: Pages, policy: Policy, slots: int, budget: int) -> None:
-        """slots: sequences at once; budget: tokens of a step, drafts included (at least `slots`)."""
-        self.pages, self.policy, self.budget = pages, policy, budget
+    def __init__(
+        self, pages: Pages, policy: Policy, slots: int, budget: int, beyond: int = 0, widest: int | None = None
+    ) -> None:
+        """slots: sequences at once; budget: tokens of a step, drafts included (at least `slots`); beyond: tokens past a step's
+        own for which its drafter wants pages, if there are any; widest: pages that a block table holds."""
+        self.pages, self.policy, self.budget, self.beyond = pages, policy, budget, beyond
+        self.widest = widest or pages.count
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._slots = list(range(slots - 1, -1, -1))
@@ -119,7 +123,7 @@ class Scheduler:
         running = len(self.running)
         for sequence in decoding:
             k = min(self.policy.k(running, sequence.remaining - sequence.flying), for_drafts)
-            k = self._grow(sequence, sequence.longest, k)
+            k = min(k, self._grow(sequence, sequence.longest, k + self.beyond))
             for_drafts -= k
             left -= k
             rows.append(PlanRow(sequence, 1, k, True, sequence.turn))
@@ -132,6 +136,7 @@ class Scheduler:
             if sequence.slot < 0:
                 continue
             left -= chunk
+            self._grow(sequence, sequence.computed + chunk, self.beyond)
             rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.turn))
 
         admitted = [] if preempted else self._admit(left, rows)
@@ -157,12 +162,13 @@ class Scheduler:
             admitted.append(sequence)
             chunk = min(sequence.pending, left)
             left -= chunk
+            self._grow(sequence, len(sequence.ids), self.beyond)
             rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.turn))
         return admitted
 
     def _grow(self, sequence: Sequence, tokens: int, k: int) -> int:
         """Pages for up to k tokens more than `tokens`, without disturbing anyone; returns how many there is room for."""
-        wanted = self.pages.needed(tokens + k) - len(sequence.pages)
+        wanted = min(self.pages.needed(tokens + k), self.widest) - len(sequence.pages)
         if wanted > 0:
             sequence.pages += self.pages.allocate(min(wanted, self.pages.free))
         return min(k, len(sequence.pages) * self.pages.block_size - tokens)

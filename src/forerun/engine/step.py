@@ -132,8 +132,6 @@ class RaggedStep:
             verdict = self._verify(logits, layout, draft, rows)
             self.slots.commit(rows.slot, verdict.tokens, verdict.count)
             committed += self._read(sampling_rows, draft, verdict, logits)
-        if self.drafter is not None:
-            self.drafter.observe(rows)
         return Done(committed, Times(drafted - start, computed - drafted, time.perf_counter() - computed))
 
     def _lay_pages(self, sequence: Sequence) -> None:

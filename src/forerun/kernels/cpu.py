@@ -164,6 +164,9 @@ class CpuKernels:
         self.lib.fr_rms_norm(self.wide, x.data_ptr(), tokens, k, norm.data_ptr(), eps, y.data_ptr(), torch.get_num_threads())
         return y
 
+    def bounded(self, width: int, context: int) -> Kernels:
+        return self
+
     def bind(self, layers: Layers) -> RunLayers:
         if self.most == 0:
             return partial(one_by_one, self, layers)

@@ -19,6 +19,9 @@ from forerun.models.loading import Weights
 from forerun.types import require
 
 
+PADDING = 65  # a step of fixed shape computes so many positions behind a sequence's end at most
+
+
 class Forward(NamedTuple):
     """What a forward pass gives: logits [N,V] float32 of the tokens that batch.logits_at names, and the inputs of the
     layers asked for, in the order asked, each [T,H] in the model's dtype."""
@@ -53,7 +56,7 @@ class Target:
         self.device = weights.embedding.device
         self.bytes = sum(t.numel() * t.element_size() for t in weights.tensors())
         self.max_positions = min(max_positions or config.max_positions, config.max_positions)
-        self.cos, self.sin = rope.tables(config.rope, config.head_dim, self.max_positions, self.device)
+        self.cos, self.sin = rope.tables(config.rope, config.head_dim, self.max_positions + PADDING, self.device)
         heads = (config.heads, config.kv_heads, config.head_dim)
         self.shapes = tuple(AttentionShape(*heads, window, config.eps) for window in config.windows)
 
@@ -128,6 +131,10 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
 
 def choose_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     """The fastest kernels there are for this dtype and device."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        from forerun.kernels.cuda import CudaKernels  # needs triton, which comes with torch for CUDA
+
+        return CudaKernels(device)
     if device.type != "cpu":
         return reference
     from forerun.kernels import cpu  # looks for a compiler

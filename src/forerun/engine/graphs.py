@@ -1,0 +1,63 @@
+"""Decode steps as CUDA graphs: captured once for each key (rows, drafts a row, what sampling does), replayed with the slots
+of the moment. Knows nothing of what a step does; engine/fixed.py's Body does.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from forerun.engine.fixed import Body, Key, Report
+
+
+class Graphs:
+    """seconds and bytes: what capturing has cost so far."""
+
+    def __init__(self, body: Body, nobody: int) -> None:
+        self.body, self.nobody = body, nobody
+        self.device = body.slots.length.device
+        self.seconds, self.bytes = 0.0, 0
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Report]] = {}
+        self._inputs: dict[int, Tensor] = {}  # rows -> [2,B], the slots and the most each may draft
+        self._now: dict[int, tuple[list[int], list[int]]] = {}  # what these hold
+        self._pool = torch.cuda.graph_pool_handle()
+        self._grown = body.sampling.grown
+
+    def run(self, key: Key, slot: list[int], k: list[int]) -> Report:
+        """Launch a step. What it returns is overwritten by the next step of the same key."""
+        if self._grown != self.body.sampling.grown:  # the graphs hold tables that are gone
+            self._graphs.clear()
+            self._grown = self.body.sampling.grown
+        if key not in self._graphs:
+            self.capture(key)
+        if self._now.get(key.rows) != (slot, k):
+            self._now[key.rows] = (slot, k)
+            given = torch.tensor([slot, k], dtype=torch.int64, pin_memory=True)
+            self._inputs[key.rows].copy_(given, non_blocking=True)
+        graph, report = self._graphs[key]
+        graph.replay()
+        return report
+
+    def capture(self, key: Key) -> None:
+        """Run the step once for nobody, so that everything it needs is compiled and there, then record it."""
+        start, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        if key.rows not in self._inputs:
+            self._inputs[key.rows] = torch.zeros(2, key.rows, dtype=torch.int64, device=self.device)
+        inputs = self._inputs[key.rows]
+        inputs[0].fill_(self.nobody)
+        inputs[1].zero_()
+        self._now.pop(key.rows, None)
+        torch.cuda.synchronize(self.device)
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            self.body.run(key, inputs[0], inputs[1])
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            report = self.body.run(key, inputs[0], inputs[1])
+        torch.cuda.synchronize(self.device)
+        self._graphs[key] = (graph, report)
+        self.seconds += time.perf_counter() - start
+        self.bytes += free - torch.cuda.mem_get_info(self.device)[0]
