@@ -1,4 +1,5 @@
 """The instrument: does speculation pay here? workloads.py is what is asked, arms.py what is compared, embedded.py runs it
-on the engine in this process, record.py keeps every raw sample, statistics.py and summary.py turn samples into figures and
-verdicts, and report.py into tables and sentences. Nothing after record.py sees anything but the record.
+on the engine in this process, record.py keeps every raw sample, statistics.py, distribution.py, latency.py and summary.py turn samples into figures
+and verdicts. words.py says them, report.py makes tables of them, html.py with svg.py and the folder page a page, thresholds.py
+tests of them; compare.py and changes.py do so for two runs. Nothing after record.py sees anything but the record.
 """

@@ -44,7 +44,15 @@ def headline(made: Sequence[Change], record: Record) -> str:
         return whole[0].upper() + whole[1:]
     if all(c.speedup_verdict == "no difference" for c in judged):
         return "Speculation gains as much as before"
-    return "No change of the speed-up is seen, and not all of it could have been"
+    return "No certain change of the speed-up"
+
+
+def moved(made: Sequence[Change], record: Record) -> str | None:
+    """What became of the baseline itself, if it is worth a word."""
+    ratio = drift(made, record.settings.reference)
+    if ratio is None or abs(ratio - 1) <= NOTICED:
+        return None
+    return f"the baseline itself came out {ratio:.2f} times as fast as before."
 
 
 def row(change: Change) -> list[str]:
@@ -65,9 +73,8 @@ def row(change: Change) -> list[str]:
 def notes(before: Record, after: Record, made: Sequence[Change]) -> list[str]:
     """What to beware of, first that the runs were not interleaved."""
     found = [UNPAIRED]
-    moved = drift(made, after.settings.reference)
-    if moved is not None and abs(moved - 1) > NOTICED:
-        found.append(f"the baseline itself came out {moved:.2f} times as fast as before.")
+    if (said := moved(made, after)) is not None:
+        found.append(said)
     if any(not c.same_prompts for c in made):
         found.append("the runs sent other prompts, so intervals of tokens/s hold what differs between prompts, too.")
     return found + differences(before, after) + unmatched(before, after)

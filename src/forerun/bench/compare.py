@@ -17,8 +17,9 @@ from forerun.bench.summary import Cell, cells, margin, measured, speed
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A cell that both runs have. speed: later over earlier, paired by prompt where both runs sent the same prompts.
-    speedup: the later speed-up over the earlier one; None for the baseline. The verdicts speak of these."""
+    """A cell that both runs have. speed: later over earlier. speedup: the later speed-up over the earlier one, None for the
+    baseline. Both are paired by prompt where the runs sent the same prompts, so that what differs between prompts cancels.
+    The verdicts speak of these."""
 
     before: Cell
     after: Cell
@@ -42,14 +43,19 @@ def _change(before: Record, after: Record, old: Cell, new: Cell) -> Change:
     least = max(margin(before, old.task, old.load), margin(after, new.task, new.load))
     same = _prompts(theirs) == _prompts(ours)
     if same:
-        both = [(speed(x), speed(y)) for x, y in zip(theirs, ours, strict=True)]
-        pairs = [(a, b) for a, b in both if a is not None and b is not None]
+        alike = [(speed(x), speed(y)) for x, y in zip(theirs, ours, strict=True)]
+        pairs = [(a, b) for a, b in alike if a is not None and b is not None]
         ratio = paired_ratio([a for a, _ in pairs], [b for _, b in pairs])
     else:
         ratio = unpaired_ratio(_speeds(theirs), _speeds(ours))
     if new.speedup is None or old.speedup is None:
         return Change(old, new, ratio, same, verdict(ratio, least), None, None)
-    gained = unpaired_ratio(_speedups(before, old), _speedups(after, new))
+    was, now = _speedups(before, old), _speedups(after, new)
+    both = sorted(was.keys() & now.keys())
+    if same:
+        gained = paired_ratio([was[r] for r in both], [now[r] for r in both])
+    else:
+        gained = unpaired_ratio(list(was.values()), list(now.values()))
     return Change(old, new, ratio, same, verdict(ratio, least), gained, verdict(gained, least))
 
 
@@ -61,14 +67,14 @@ def _speeds(batches: Sequence[Batch]) -> list[float]:
     return [s for b in batches if (s := speed(b)) is not None]
 
 
-def _speedups(record: Record, cell: Cell) -> list[float]:
-    """The ratio to the baseline of each repetition of the cell."""
+def _speedups(record: Record, cell: Cell) -> dict[int, float]:
+    """The ratio to the baseline of each repetition of the cell, by repetition."""
     base = {b.repetition: speed(b) for b in measured(record, cell.task, cell.load, record.settings.reference)}
-    found = []
+    found = {}
     for batch in measured(record, cell.task, cell.load, cell.arm):
         ours, theirs = speed(batch), base.get(batch.repetition)
         if ours is not None and theirs is not None:
-            found.append(ours / theirs)
+            found[batch.repetition] = ours / theirs
     return found
 
 

@@ -164,6 +164,7 @@ def _compared(before: Record, after: Record) -> dict[str, Any]:
     return {
         "title": changes.title(before, after),
         "answer": changes.headline(made, after),
+        "moved": changes.moved(made, after),
         "places": places,
         "axis": svg.scale(axis, "×"),
         "notes": changes.notes(before, after, made),

@@ -1,0 +1,248 @@
+"""The page: that it needs nothing from outside, says what the record says, and opens in a real browser, on a phone too."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from forerun.bench import html, report, summary, svg, words
+from forerun.bench.statistics import Ratio, spread
+from tests import browser
+from tests.records import Way, fake, rich, server
+
+PLAIN = {"baseline": Way(10.0), "ngram": Way(12.5, 4, (4, 1, 0, 0))}
+WINDOWS = {"desktop": (1280, 900, False), "phone": (390, 844, True), "small phone": (320, 568, True)}
+
+
+class Reader(HTMLParser):
+    """The text, and every tag with its attributes; complains about tags that do not match."""
+
+    EMPTY = frozenset({"meta", "link", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + " "
+
+
+def pages() -> dict[str, str]:
+    one, two = fake(PLAIN, ("copy", "explain")), fake(PLAIN, ("copy",), noise=0.02)
+    two = dataclasses.replace(two, started="2026-11-08T12:00:00+00:00")
+    return {
+        "rich": html.page(rich()),
+        "plain": html.page(one),
+        "server": html.page(server(one)),
+        "little": html.page(fake(PLAIN, repetitions=1)),
+        "interrupted": html.page(dataclasses.replace(one, finished=False, batches=one.batches[:3])),
+        "nothing": html.page(dataclasses.replace(one, finished=False, batches=())),
+        "compared": html.changes_page(one, [two, two]),
+    }
+
+
+PAGES = pages()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_whole_and_needs_nothing_from_outside(name: str) -> None:
+    read = Reader(PAGES[name])
+    kinds = {tag for tag, _ in read.tags}
+    assert kinds.isdisjoint({"script", "img", "iframe", "object", "embed", "form"})
+    for tag, attributes in read.tags:
+        assert not any(key.startswith("on") for key in attributes), f"a handler in <{tag}>"
+        for key in ("href", "src", "xlink:href", "action"):
+            assert (attributes.get(key) or "data:").startswith(("data:", "#"))
+    assert not re.search(r"url\(|@import", PAGES[name]), "the style sheet fetches nothing"
+    assert sum(tag == "h1" for tag, _ in read.tags) == (2 if name == "compared" else 1)
+    assert "nan" not in re.findall(r"\w+", PAGES[name]) and "None" not in read.text.split()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_drawing_says_what_it_shows(name: str) -> None:
+    read = Reader(PAGES[name])
+    for i, (tag, attributes) in enumerate(read.tags):
+        if tag == "svg" and attributes.get("role") == "img":
+            assert attributes.get("aria-label") and read.tags[i + 1][0] == "title"
+    ids = [a["id"] for _, a in read.tags if "id" in a]
+    assert len(ids) == len(set(ids))
+    assert {a["aria-labelledby"] for _, a in read.tags if "aria-labelledby" in a} <= set(ids)
+
+
+def test_the_page_says_what_the_record_says() -> None:
+    made = rich()
+    text = " ".join(Reader(PAGES["rich"]).text.split())
+    answer, arms = words.headline(made)
+    assert text.count(f"{answer}.") == 1 and all(said in text for _, said in arms)
+    for c in summary.cells(made):
+        for figure in [*report.row(c)[1:], *report.latency_row(c)[1:]]:
+            assert figure in text, (c.task, c.load.label, c.arm)
+        if c.speedup is not None:
+            assert f"{c.speedup.mean:.2f}×" in text
+    for warning in words.warnings(made):
+        assert warning in text
+    for said in (words.command(made), "30,832", "-23 %", "1 of 80 failed", "vllm 0.32.0", "model runner V1", "Imagined CPU"):
+        assert said in text
+    lengths = summary.cells(made)[1].accepted_lengths
+    assert " ".join(map(str, lengths)) in text, "the histogram as a table"
+
+
+def test_verdicts_are_told_by_sign_and_word_and_not_by_colour_alone() -> None:
+    for sign, call in (("▲", "faster"), ("▼", "slower"), ("=", "no difference")):
+        assert f"{sign} {call}" in PAGES["rich"]
+    assert "? not enough data" in PAGES["little"]
+
+
+def test_what_others_wrote_cannot_become_markup() -> None:
+    made = fake({"baseline": Way(10.0), "<script>alert(1)</script>": Way(12.5, 4, (4,))}, ("copy",), command=("x", "<i>&"))
+    made = dataclasses.replace(made, notes=("<img src=x onerror=alert(1)>",))
+    for page in (html.page(made), html.changes_page(made, [made])):
+        assert "<script" not in page and "<i>&" not in page and "<img" not in page
+        assert "&lt;script&gt;" in page
+
+
+def test_options_in_a_sentence_stay_on_one_line() -> None:
+    assert "Try <code>--repetitions 4</code>." in PAGES["little"] or "Try <code>--repetitions 8</code>." in PAGES["little"]
+
+
+# drawings
+
+
+@pytest.mark.parametrize(
+    "axis, expected",
+    [
+        (svg.Axis(0.7, 7.0, log=True), [1, 2, 3, 5]),
+        (svg.Axis(0.9, 1.3, log=True), [0.9, 1.0, 1.1, 1.2, 1.3]),
+        (svg.Axis(0, 100), [0, 20, 40, 60, 80, 100]),
+        (svg.Axis(0, 0.035), [0, 0.01, 0.02, 0.03]),
+        (svg.Axis(0.01, 1000, log=True), [0.01, 0.1, 1, 10, 100, 1000]),
+    ],
+)
+def test_ticks_are_round_and_few(axis: svg.Axis, expected: list[float]) -> None:
+    assert axis.ticks() == pytest.approx(expected)
+
+
+def test_axes() -> None:
+    log = svg.Axis(0.5, 2.0, log=True)
+    assert log.at(1.0) == pytest.approx(0.5) and log.at(4.0) == 1.0 and log.at(0.1) == 0.0
+    assert svg.around([3.0, 12.0]).low == 0.0 and svg.around([0.0]).high == 1.0
+    assert svg.Axis(1.0, 1.0).ticks() == [1.0] and svg.Axis(1.0, 1.0).at(1.0) == 0.5
+
+
+def test_an_interval_stands_where_its_figures_are() -> None:
+    axis = svg.Axis(0.5, 2.0, log=True)
+    drawn = str(svg.interval(Ratio(5, 1.0, 2**-0.5, 2**0.5), axis, "same", "said"))
+    assert 'x1="25.00%" y1="15.0" x2="75.00%"' in drawn and 'cx="50.00%"' in drawn and "<title>said</title>" in drawn
+    beyond = str(svg.interval(Ratio(5, 1.0, 0.1, 1.1), axis, "same", "said"))
+    assert "M5 -4L0 0L5 4" in beyond and "M-5 -4" not in beyond, "an arrow where it goes on, and only there"
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    assert 'x="0.00%" y="3.0" width="25.00%"' in str(svg.bar(25.0, svg.Axis(0, 100), 1, ""))
+    stacked = re.findall(r'x="([\d.]+)%" y="3.0" width="([\d.]+)%"', str(svg.stack([10.0, 30.0], svg.Axis(0, 100), "")))
+    assert stacked == [("0.00", "10.00"), ("10.00", "30.00")]
+    lengths = [float(x) for x in re.findall(r'<rect[^>]* height="([\d.]+)"', str(svg.histogram([0.5, 0.25, 0.25], 1, "")))]
+    assert lengths[0] == pytest.approx(2 * lengths[1]) and lengths[1] == lengths[2]
+    values = spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert values is not None
+    assert 'x="20.00%" y="7.0" width="20.00%"' in str(svg.ranges(values, svg.Axis(0, 10), 0, "")), "the middle half: 2 to 4"
+
+
+def test_series_differ_by_mark_and_not_by_colour_alone() -> None:
+    drawn = [svg.mark(i, 0.5, 10).split(' d="')[1] for i in range(len(svg.MARKS))]
+    assert len(set(drawn)) == len(svg.MARKS) >= 6
+
+
+# a real browser
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[browser.Page]:
+    if browser.program() is None:
+        pytest.skip("no Chromium here; install the package chromium to run the tests of the page in a browser")
+    with browser.page() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("size", WINDOWS)
+@pytest.mark.parametrize("name", ["rich", "plain", "nothing", "compared"])
+def test_pages_open_without_complaint_network_or_sideways_scrolling(
+    window: browser.Page, tmp_path: Path, name: str, size: str
+) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(PAGES[name], encoding="utf-8")
+    width, height, phone = WINDOWS[size]
+    window.open(path, width, height, phone=phone)
+    assert window.value("document.documentElement.scrollWidth") == width
+    assert window.value("window.innerWidth") == width, "the page did not make the window wider"
+    assert window.requests() == [path.as_uri()] and window.complaints() == []
+    assert "Speculation" in window.value("document.querySelector('h1').textContent") or name == "nothing" or name == "plain"
+
+
+OUTSIDE = """[...document.querySelectorAll('main p, main li, main h1, main h2, main h3, main svg, main dd')]
+  .filter(e => !e.closest('.scroll') && e.getClientRects().length && (e.getBoundingClientRect().right > innerWidth + 1
+    || e.getBoundingClientRect().left < -1)).map(e => e.tagName + ' ' + (e.textContent || '').slice(0, 40))"""
+CONTRAST = """(() => {
+  const linear = v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(v => linear(v / 255));
+    return .2126 * r + .7152 * g + .0722 * b };
+  const ground = e => {
+    for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor; if (!c.endsWith(', 0)')) return c } };
+  const poor = new Set();
+  for (const e of document.querySelectorAll('main :is(p, span, small, b, li, td, th, dt, dd, code, h1, h2, h3, h4, summary)')) {
+    if (![...e.childNodes].some(n => n.nodeType == 3 && n.textContent.trim())) continue;
+    const [a, b] = [light(getComputedStyle(e).color), light(ground(e))].sort((x, y) => y - x);
+    if ((a + .05) / (b + .05) < 4.5) poor.add(e.tagName + '.' + e.className + ' ' + ((a + .05) / (b + .05)).toFixed(2));
+  }
+  return [...poor] })()"""
+
+
+@pytest.mark.parametrize("size", WINDOWS)
+def test_nothing_sticks_out_of_the_window(window: browser.Page, tmp_path: Path, size: str) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(PAGES["rich"], encoding="utf-8")
+    width, height, phone = WINDOWS[size]
+    window.open(path, width, height, phone=phone)
+    assert window.value(OUTSIDE) == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_stands_out_in_light_and_dark(window: browser.Page, tmp_path: Path, dark: bool) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(PAGES["rich"], encoding="utf-8")
+    window.open(path, 1280, 900, dark=dark)
+    assert window.value("matchMedia('(prefers-color-scheme: dark)').matches") is dark
+    assert window.value(CONTRAST) == [], "a contrast of 4.5 to 1, as WCAG 2.2 asks for text (1.4.3)"
+
+
+def test_the_browser_test_can_fail(window: browser.Page, tmp_path: Path) -> None:
+    """A page that is too wide, asks for a file and throws is caught at all three."""
+    path = tmp_path / "bad.html"
+    path.write_text("<meta name=viewport content='width=device-width'><div style='width:900px'>x</div><img src='missing.png'>"
+                    "<script>throw 1</script>", encoding="utf-8")  # fmt: skip
+    window.open(path, 390, 844, phone=True)
+    assert window.value("document.documentElement.scrollWidth") > 390
+    assert len(window.requests()) == 2 and len(window.complaints()) >= 1
+
