@@ -310,8 +310,12 @@ def test_the_prediction_drafter_is_given_what_a_user_would_expect() -> None:
 
 def test_variants_are_all_different() -> None:
     for task in workloads.TASKS.values():
-        prompts = [task.prompt(v) for v in range(workloads.VARIANTS)]
-        assert len({(p.message, p.text, p.seed) for p in prompts}) == workloads.VARIANTS, task.name
+        prompts = [task.prompt(v) for v in range(task.variants)]
+        assert len({(p.message, p.text, p.seed, str(p.messages)) for p in prompts}) == task.variants, task.name
+    assert workloads.TASKS["chat"].prompt(3).messages != workloads.TASKS["chat-zh"].prompt(3).messages
+    agent = workloads.TASKS["agent"].prompt(5)
+    calls = [str(m["content"]) for m in agent.messages or () if m["role"] == "assistant"]
+    assert len(calls) == 3 and all(json.loads(call)["tool"] == "lookup_order" for call in [*calls, str(agent.prediction)])
     for name in ("return-code", "edit-code"):
         for v in range(workloads.VARIANTS):
             message = str(workloads.TASKS[name].prompt(v).message)
@@ -467,8 +471,8 @@ def test_the_same_arm_twice_is_refused() -> None:
         {"warmups": -1},
         {"max_tokens": 1},
         {"concurrency": 0},
-        {"repetitions": 64},
-        {"concurrency": 11},
+        {"repetitions": 512},
+        {"concurrency": 64},
         {"warmup_tokens": 0},
     ],
 )

@@ -126,7 +126,7 @@ def test_templates_that_cannot_be(change: tuple[str, str], tmp_path: Path) -> No
 VLLM_LOG = """\x1b[0;36m(APIServer pid=1)\x1b[0;0m INFO 11-29 18:00:00 [utils.py:1] vLLM API server version 0.32.0
 WARNING 11-29 [vllm.py:1606] Async scheduling not supported with ngram-based speculative decoding and will be disabled.
 WARNING 11-29 [vllm.py:740] Model Runner V2 does not support ngram; falling back to V1.
-INFO 11-29 [kv_cache.py:1] GPU KV cache size: 40,208 tokens, Maximum concurrency for 4,096 tokens per request: 9.82x
+INFO 11-29 [kv_cache.py:1] GPU KV cache size: 40,208 tokens, Maximum concurrency for 4,096 tokens per request: 9.8x
 INFO 11-29 [kv_cache_utils.py:1] GPU KV cache size: 30,832 tokens, Maximum concurrency for 4,096 tokens per request: 7.53x
 """
 
@@ -138,7 +138,8 @@ def test_what_logs_say() -> None:
     assert len(found.fallbacks) == 2 and found.fallbacks[0].endswith("will be disabled.")
     said = "Asynchronous scheduling is enabled.\nUsing V2 Model Runner"
     plain = launching.read_log(launching.load_template("vllm", None), said)
-    assert plain.scheduler == {"async scheduling": "on", "model runner": "V2"} and plain.kv_tokens is None and not plain.fallbacks
+    assert plain.scheduler == {"async scheduling": "on", "model runner": "V2"}
+    assert plain.kv_tokens is None and not plain.fallbacks
     sglang = launching.read_log(
         launching.load_template("sglang", None),
         "server_args=ServerArgs(disable_overlap_schedule=True)\nmax_total_num_tokens=30832, chunked_prefill_size=2048",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from forerun.bench import machine
 from forerun.bench.arms import BASELINE, CONTROL, Arm
 from forerun.bench.record import Answer, ArmRecord, Batch, Counts, Difference, Load, Record, Settings, Times
-from forerun.bench.workloads import VARIANTS, Prompt, Task, find
+from forerun.bench.workloads import Prompt, Task, find
 from forerun.engine.stats import DraftStats
 from forerun.types import SamplingParams, require
 
@@ -47,12 +47,13 @@ class Plan:
         require(self.max_tokens >= 2, "max_tokens", self.max_tokens, "give 2 or more, for instance 128")
         require(self.concurrency >= 1, "concurrency", self.concurrency, "give 1 or more")
         prompts = (self.repetitions + self.warmups) * self.concurrency
-        most = VARIANTS // self.concurrency - self.warmups
+        known = min(task.variants for task in find(self.tasks))
+        most = known // self.concurrency - self.warmups
         require(
-            prompts <= VARIANTS,
+            prompts <= known,
             "repetitions",
             self.repetitions,
-            f"with these warm-ups and this concurrency that is {prompts} prompts of a task, and there are {VARIANTS} "
+            f"with these warm-ups and this concurrency that is {prompts} prompts of a task, and there are {known} "
             "different ones; " + (f"give at most {most}" if most >= 1 else "lower the concurrency"),
         )
 
@@ -181,6 +182,8 @@ def _params(task: Task, prompt: Prompt, max_tokens: int, seed: int, arm: Arm) ->
 
 def _ask(llm: LLM, prompts: Sequence[Prompt], params: list[SamplingParams]) -> list[Output]:
     """All prompts of a batch are of one task, so all are of one kind."""
+    if prompts[0].messages is not None:
+        return llm.chat([prompt.messages or () for prompt in prompts], params)
     if prompts[0].message is not None:
         return llm.chat([[{"role": "user", "content": prompt.message or ""}] for prompt in prompts], params)
     return llm.generate([prompt.text if prompt.text is not None else _random_ids(llm, prompt) for prompt in prompts], params)

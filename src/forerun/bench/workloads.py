@@ -13,9 +13,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.bench.texts import FUNCTIONS, PROSE, READERS, TOPICS, WORDS
+from forerun.bench.texts_chat import (
+    AGENT_ASK,
+    AGENT_CALL,
+    AGENT_RESULT,
+    AGENT_SYSTEM,
+    CARRIERS,
+    FOLLOW_UPS,
+    FOLLOW_UPS_ZH,
+    PROSE_ZH,
+    READERS_ZH,
+    STATUSES,
+    TALKS,
+    TALKS_ZH,
+    TOPICS_ZH,
+    Talk,
+)
 from forerun.types import require
 
-VARIANTS = 64  # prompts of each task; a run of more requests than that would repeat itself
+VARIANTS = 512  # prompts of most tasks; a run of more requests than that would repeat itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +74,20 @@ def _mixed(variant: int) -> tuple[int, int]:
     return variant % 8, (variant + variant // 8) % 8
 
 
+def _turned(text: str, by: int, end: str = ". ") -> str:
+    """Its sentences, beginning with another one: what the 65th variant and those behind it differ in from the first 64."""
+    sentences = text.rstrip().removesuffix(end.strip()).split(end)
+    by %= len(sentences)
+    return end.join(sentences[by:] + sentences[:by]) + end.rstrip() if by else text
+
+
 def _copy(variant: int) -> Prompt:
     """The second copy is begun for the model: asked in a chat, small models summarise or go astray instead of copying, and
     what they then repeat is their own mistake."""
     prose, function = _mixed(variant)
-    document = f"{PROSE[prose]}\n\n{FUNCTIONS[function].source}"
-    begun = " ".join(PROSE[prose].split()[:6])
+    page = _turned(PROSE[prose], variant // 64)
+    document = f"{page}\n\n{FUNCTIONS[function].source}"
+    begun = " ".join(page.split()[:6])
     text = f"Document {variant + 1}\n\n{document}\nThe same document, word for word\n\n{begun}"
     return Prompt(f"copy {variant}", text=text, prediction=document.removeprefix(begun))
 
@@ -81,7 +105,8 @@ def _random(variant: int) -> Prompt:
 def _return_code(variant: int) -> Prompt:
     function = FUNCTIONS[variant % 8]
     old, new = function.renames[variant // 8 % 4]
-    new = new if variant < 32 else f"the_{new}"
+    new = new if variant % 64 < 32 else f"the_{new}"
+    new = new if variant < 64 else f"{new}_{variant // 64}"
     ask = f"Rename `{old}` to `{new}` in this Python code and return the whole code, with nothing else changed."
     return Prompt(f"return-code {variant}", message=f"{ask}\n\n```python\n{function.source}```", prediction=function.source)
 
@@ -90,6 +115,7 @@ def _edit_code(variant: int) -> Prompt:
     function = FUNCTIONS[variant % 8]
     turn = variant // 8
     edit, (old, new) = function.edits[turn % 3], function.renames[turn % 4]
+    new = new if variant < 64 else f"{new}_{variant // 64}"
     ask = f"Change this Python code: {edit}, and rename `{old}` to `{new}`. Return the whole changed code."
     return Prompt(f"edit-code {variant}", message=f"{ask}\n\n```python\n{function.source}```", prediction=function.source)
 
@@ -97,6 +123,66 @@ def _edit_code(variant: int) -> Prompt:
 def _explain(variant: int) -> Prompt:
     topic, reader = TOPICS[variant % 32], READERS[variant // 32]
     return Prompt(f"explain {variant}", message=f"In three short paragraphs, explain {topic} to {reader}.")
+
+
+def _conversation(name: str, talks: tuple[Talk, ...], follow_ups: tuple[str, ...], variant: int) -> Prompt:
+    lap, rest = divmod(variant, len(talks) * len(follow_ups))
+    talk, follow_up = talks[rest % len(talks)], follow_ups[rest // len(talks)]
+    turns = [turn.format(n=2 + variant + lap) for turn in talk.turns] + [follow_up]
+    roles = ("user", "assistant")
+    messages = tuple({"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns))
+    return Prompt(f"{name} {variant}", messages=messages, prediction=turns[-2])
+
+
+def _chat(variant: int) -> Prompt:
+    return _conversation("chat", TALKS, FOLLOW_UPS, variant)
+
+
+def _chat_zh(variant: int) -> Prompt:
+    return _conversation("chat-zh", TALKS_ZH, FOLLOW_UPS_ZH, variant)
+
+
+def _two_texts(texts: tuple[str, ...], variant: int, end: str) -> str:
+    one, step = variant % 8, variant // 8 % 7
+    lap = variant // 56
+    return f"{_turned(texts[one], lap, end)}\n\n{texts[(one + 1 + step) % 8]}"
+
+
+def _quotes(variant: int) -> Prompt:
+    text = _two_texts(PROSE, variant, ". ")
+    ask = (
+        f"Text {variant + 1}. Summarise it in four sentences. Behind each, quote word for word, in quotation marks, the part "
+        "of the text that it rests on."
+    )
+    return Prompt(f"quotes {variant}", message=f"{ask}\n\n{text}", prediction=text)
+
+
+def _quotes_zh(variant: int) -> Prompt:
+    text = _two_texts(PROSE_ZH, variant, "。")
+    ask = f"文章{variant + 1}。用四句话概括这篇文章，每句话后面用引号一字不差地引用它所依据的原文。"
+    return Prompt(f"quotes-zh {variant}", message=f"{ask}\n\n{text}", prediction=text)
+
+
+def _agent(variant: int) -> Prompt:
+    """Three calls have been made; the fourth of eight comes next, in the same form."""
+    draw = random.Random(4000 + variant)
+    orders = [f"{draw.choice('ABCDEFGH')}{draw.randrange(10**5, 10**6)}-{draw.randrange(10, 100)}" for _ in range(8)]
+    messages = [
+        {"role": "system", "content": AGENT_SYSTEM},
+        {"role": "user", "content": AGENT_ASK.format(orders=", ".join(orders))},
+    ]
+    for order in orders[:3]:
+        result = AGENT_RESULT.format(
+            order=order, status=draw.choice(STATUSES), carrier=draw.choice(CARRIERS), month=draw.randrange(1, 13),
+            day=draw.randrange(1, 29),
+        )  # fmt: skip
+        messages += [{"role": "assistant", "content": AGENT_CALL.format(order=order)}, {"role": "user", "content": result}]
+    return Prompt(f"agent {variant}", messages=tuple(messages), prediction=AGENT_CALL.format(order=orders[3]))
+
+
+def _explain_zh(variant: int) -> Prompt:
+    topic, reader = TOPICS_ZH[variant % len(TOPICS_ZH)], READERS_ZH[variant // len(TOPICS_ZH)]
+    return Prompt(f"explain-zh {variant}", message=f"用三个短段落向{reader}解释{topic}。")
 
 
 TASKS = {
@@ -111,6 +197,15 @@ TASKS = {
         Task("return-code", "rename a variable and return the whole code", _return_code, fixed_length=False),
         Task("edit-code", "change a few lines and return the whole code", _edit_code, fixed_length=False),
         Task("explain", "three short paragraphs on an everyday question", _explain, fixed_length=False),
+        Task("chat", "the next turn of a conversation", _chat, fixed_length=False),
+        Task("quotes", "summarise two pages with word-for-word quotes", _quotes, fixed_length=False, variants=224),
+        Task("agent", "the next tool call of an agent, in the form of those before it", _agent, fixed_length=False),
+        Task("chat-zh", "the next turn of a conversation in Chinese", _chat_zh, fixed_length=False, variants=256),
+        Task("quotes-zh", "summarise two Chinese pages with quotes", _quotes_zh, fixed_length=False, variants=112),
+        Task(
+            "explain-zh", "three short paragraphs in Chinese", _explain_zh, fixed_length=False,
+            variants=len(TOPICS_ZH) * len(READERS_ZH),
+        ),
     )
 }  # fmt: skip
 
