@@ -13,7 +13,8 @@ import torch
 
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.fixed import Body, FixedStep, Lives, sizes
+from forerun.engine.fixed import Body, FixedStep, Key, Lives, sizes
+from forerun.engine.graphs import Graphs, captures
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Policy
 from forerun.engine.scheduler import Scheduler, Sequence
@@ -25,6 +26,7 @@ from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
 from forerun.verify.sampling import SamplingState, check_request
 
+KV_SHARE = 0.85  # of a GPU's free memory; the rest is for graphs and for prompts on their way
 MakeDrafter = Callable[[Slots, Slots, SamplingState, KVCache, bool], Drafter | None]  # see drafters/table.py
 
 
@@ -88,13 +90,15 @@ class Engine:
         self.scheduler = Scheduler(pages, policy, config.max_num_seqs, budget, beyond, widest)
         block = speculation is not None and speculation.rejection_sample_method == "block"
         self._step: Stepper
+        self.graphs: Graphs | None = None
         if fixed:
             probs = speculation is not None and speculation.draft_sample_method == "probabilistic"
             lives = Lives(self.slots, width, model.vocab_size, probs)
-            self._step = FixedStep(
-                Body(target, self.kv, self.slots, self.sampling, lives, self.drafter, block),
-                policy, width, mirror, sizes(config.max_num_seqs),
-            )  # fmt: skip
+            body = Body(target, self.kv, self.slots, self.sampling, lives, self.drafter, block)
+            rows = sizes(config.max_num_seqs)
+            self.graphs = Graphs(body, lines - 1) if captures(target) else None
+            run = self.graphs.run if self.graphs is not None else None
+            self._step = FixedStep(body, policy, width, mirror, rows, run)
         else:
             self._step = RaggedStep(target, self.kv, self.slots, self.sampling, self.drafter, block)
         self._flights: deque[Flight] = deque()
@@ -105,9 +109,19 @@ class Engine:
         self._texts: dict[str, TextStream] = {}
 
     def _default_kv_tokens(self, target: Target) -> int:
+        """On a GPU most of what is free; on a CPU what all sequences can need, but no more than a quarter."""
+        if target.device.type == "cuda":
+            return int(free_memory(target.device) * KV_SHARE) // target.kv_bytes_per_token
         whole = self.config.max_num_seqs * self.max_model_len
         affordable = free_memory(target.device) // 4 // target.kv_bytes_per_token
         return max(min(whole, affordable), self.max_model_len) + self.config.block_size
+
+    def warm_up(self) -> None:
+        """Capture the steps of greedy decoding, so that no request waits for it. Nothing to do without graphs."""
+        if self.graphs is not None and isinstance(self._step, FixedStep):
+            for rows in self._step.sizes:
+                for width in sorted({0, self._step.width}):
+                    self.graphs.capture(Key(rows, width))
 
     @property
     def kv_tokens(self) -> int:

@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 from forerun.engine.fixed import Body, Key, Report
+from forerun.models.decoder import Target
+
+
+def captures(target: Target) -> bool:
+    """Whether the target's kernels can be captured: on CUDA, in a dtype that they are written for."""
+    return target.device.type == "cuda" and target.dtype in (torch.bfloat16, torch.float16)
 
 
 class Graphs:

@@ -18,7 +18,6 @@ from forerun.models.config import ModelConfig
 from forerun.models.loading import Weights
 from forerun.types import require
 
-
 PADDING = 65  # a step of fixed shape computes so many positions behind a sequence's end at most
 
 
