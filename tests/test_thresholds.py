@@ -9,12 +9,13 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from forerun.bench import record, thresholds
+from forerun.bench import html, record, report, thresholds
 from forerun.bench.record import Record
 from forerun.bench.thresholds import Check, check, exist, junit, parse
 from forerun.cli import app
 from forerun.types import SettingError
 from tests.records import SWEEP, Way, fake, rich
+from tests.tiny import tiny_model
 
 FAST, IDLE = Way(12.5, 4, (4, 1, 0, 0)), Way(10.0)
 
@@ -189,6 +190,23 @@ def test_exit_codes(tmp_path: Path) -> None:
 def test_bench_refuses_a_threshold_before_it_measures() -> None:
     result = CliRunner().invoke(app, ["bench", "-m", "no-such-model", "--ci", "speedup.poem > 1"])
     assert result.exit_code == 2 and "there is no task 'poem'" in result.output
+
+
+def test_bench_measures_holds_against_thresholds_and_writes_all_files(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tiny_model(tmp_path_factory.mktemp("model"))
+    files = {kind: tmp_path / f"run.{kind}" for kind in ("json", "html", "xml", "md")}
+    args = ["bench", "-m", str(folder), "--tasks", "explain", "-a", "ngram", "-r", "2", "--warmups", "0", "-n", "8"]
+    kinds = [("-o", "json"), ("--html", "html"), ("--junit", "xml"), ("--markdown", "md")]
+    outputs = [part for option, kind in kinds for part in (option, str(files[kind]))]
+    result = CliRunner().invoke(app, [*args, *outputs, "--ci", "failures == 0", "--ci", "speedup_low > 1000"])
+    assert result.exit_code == 1, result.output
+    assert "pass  failures == 0: explain, ngram k=4: 0 of 2" in result.output and "FAIL  speedup_low > 1000" in result.output
+    assert ElementTree.parse(files["xml"]).getroot().get("failures") == "1"
+    made_ = record.load(files["json"])
+    assert files["html"].read_text(encoding="utf-8") == html.page(made_)
+    assert files["md"].read_text(encoding="utf-8") == report.markdown(made_)
 
 
 def test_every_load_and_arm_is_asked_unless_one_is_named() -> None:

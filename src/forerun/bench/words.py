@@ -14,6 +14,7 @@ from forerun.bench.workloads import TASKS, VARIANTS
 
 NEAR_TIE = 0.5  # in log-probability: wider than rounding in bfloat16 moves two logits of one forward pass apart
 BUSY = 0.5  # load average for each core from which other programs are likely to disturb
+REPETITIONS = 64  # more than so many would take longer than a quieter machine is worth looking for
 LATE_S = 0.005  # requests sent later than that after their time: the load generator itself was short of processor time
 CALLS = {
     "faster": "speculation pays",
@@ -41,6 +42,15 @@ def loads_of(record: Record) -> str:
     if len(loads) == 1 and loads[0].kind == "concurrency" and loads[0].concurrency == loads[0].requests:
         return _count(loads[0].requests, "request")
     return ", ".join(f"{_count(load.requests, 'request')} at {load.label}" for load in loads)
+
+
+def load_of(load: Load) -> str:
+    """A load in plain words."""
+    if load.kind == "trace":
+        return "at the times of the trace" + (f", {load.speed:g} times as fast" if load.speed != 1 else "")
+    if load.kind == "poisson":
+        return f"{load.rate:g} arriving each second"
+    return "one at a time" if load.concurrency == 1 else f"{load.concurrency} at once"
 
 
 def versions_of(record: Record) -> str:
@@ -100,7 +110,7 @@ def unsettled(cell: Cell, record: Record) -> str:
     if r is None:
         return "; no pair of batches was completed."
     more = pairs_needed(r, margin(record, cell.task, cell.load))
-    most = VARIANTS // cell.load.requests - record.settings.warmups
+    most = min(VARIANTS // cell.load.requests - record.settings.warmups, REPETITIONS)
     if more is None:
         remedy = " Try --repetitions 8."
     elif more <= most:
