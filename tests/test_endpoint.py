@@ -26,7 +26,7 @@ def ask(script: Script, asked: Ask = TEXT, dialect: str = "vllm", **address: Any
             where = Address(server.url, "target", DIALECTS[dialect], **address)
             async with HttpEndpoint(where) as endpoint:
                 now = time.perf_counter()
-                return await load.ask_one(endpoint, asked, now, now, time.perf_counter), server
+                return load.answer_of(asked, await load.exchange(endpoint, asked, now, time.perf_counter), now), server
 
     return asyncio.run(run())
 
@@ -108,7 +108,7 @@ def test_a_server_that_is_not_there() -> None:
     async def run() -> Answer:
         async with HttpEndpoint(Address("http://127.0.0.1:9", "m", DIALECTS["openai"])) as endpoint:
             assert await endpoint.counters() is None
-            return await load.ask_one(endpoint, TEXT, 0.0, 0.0, time.perf_counter)
+            return load.answer_of(TEXT, await load.exchange(endpoint, TEXT, 0.0, time.perf_counter), 0.0)
 
     got = asyncio.run(run())
     assert got.failed and "connection" in str(got.failure)

@@ -12,8 +12,9 @@ import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from forerun.bench.endpoint import Ask, Endpoint, Piece, RequestFailed, TokenLogprob
+from forerun.bench.endpoint import Ask, Endpoint, Piece, RequestFailed
 from forerun.bench.record import NOT_COUNTED, Answer, Chunk, Load
 from forerun.types import require
 
@@ -43,7 +44,7 @@ async def drive(
 ) -> tuple[tuple[Answer, ...], float]:
     """Send all of them; the answers in their order, and the seconds from the begin to the last one's end. due: when each is to
     be sent, from `arrivals`; None keeps load.concurrency in flight."""
-    answers: list[Answer | None] = [None] * len(asks)
+    exchanges: list[Exchange | None] = [None] * len(asks)
     gc.collect()
     gc.disable()  # a collection would stop every stream for a moment, and its length grows with the samples kept
     try:
@@ -52,14 +53,14 @@ async def drive(
             if due is None:
                 waiting = iter(range(len(asks)))
                 for _ in range(min(load.concurrency, len(asks))):
-                    group.create_task(_worker(endpoint, asks, waiting, begin, clock, answers))
+                    group.create_task(_worker(endpoint, asks, waiting, begin, clock, exchanges))
             else:
                 for index, at in enumerate(due):
-                    group.create_task(_timed(endpoint, asks, index, begin, at, clock, answers))
+                    group.create_task(_timed(endpoint, asks, index, begin + at, clock, exchanges))
         wall = clock() - begin
     finally:
         gc.enable()
-    return tuple(a for a in answers if a is not None), wall
+    return tuple(answer_of(ask, one, begin) for ask, one in zip(asks, exchanges, strict=True) if one is not None), wall
 
 
 async def _worker(
@@ -68,11 +69,11 @@ async def _worker(
     waiting: Iterator[int],
     begin: float,
     clock: Callable[[], float],
-    answers: list[Answer | None],
+    exchanges: list[Exchange | None],
 ) -> None:
     free = begin
     for index in waiting:
-        answers[index] = await ask_one(endpoint, asks[index], begin, free, clock)
+        exchanges[index] = await exchange(endpoint, asks[index], free, clock)
         free = clock()
 
 
@@ -80,26 +81,27 @@ async def _timed(
     endpoint: Endpoint,
     asks: Sequence[Ask],
     index: int,
-    begin: float,
     at: float,
     clock: Callable[[], float],
-    answers: list[Answer | None],
+    exchanges: list[Exchange | None],
 ) -> None:
-    while (left := begin + at - clock()) > 0:
+    while (left := at - clock()) > 0:
         await asyncio.sleep(left)
-    answers[index] = await ask_one(endpoint, asks[index], begin, begin + at, clock)
+    exchanges[index] = await exchange(endpoint, asks[index], at, clock)
 
 
-async def ask_one(
-    endpoint: Endpoint,
-    ask: Ask,
-    begin: float,
-    due: float,
-    clock: Callable[[], float],
-    logprobs: list[TokenLogprob] | None = None,
-) -> Answer:
-    """One request from end to end, times from `due`. A failure is an answer too, with its reason and no tokens credited.
-    logprobs: where to put those of the output, if they were asked for."""
+class Exchange(NamedTuple):
+    """What happened to one request, on the clock. failure: why it failed, None if it did not."""
+
+    due: float
+    sent: float
+    end: float
+    pieces: list[Piece]
+    failure: str | None
+
+
+async def exchange(endpoint: Endpoint, ask: Ask, due: float, clock: Callable[[], float]) -> Exchange:
+    """One request from end to end. Nothing is worked out here: while others still stream, that would delay them."""
     sent = clock()
     pieces: list[Piece] = []
     failure = None
@@ -108,16 +110,13 @@ async def ask_one(
             pieces.append(piece)
     except RequestFailed as error:
         failure = str(error)
-    end = clock()
-    if logprobs is not None:
-        logprobs.extend(one for piece in pieces for one in piece.logprobs)
-    return answer_of(ask, pieces, failure, begin, due, sent, end)
+    return Exchange(due, sent, clock(), pieces, failure)
 
 
-def answer_of(
-    ask: Ask, pieces: Sequence[Piece], failure: str | None, begin: float, due: float, sent: float, end: float
-) -> Answer:
-    """What the pieces add up to. The end is when the piece with the finish reason came, not when the connection closed."""
+def answer_of(ask: Ask, what: Exchange, begin: float) -> Answer:
+    """What an exchange adds up to, times from when it was due. The end is when the piece with the finish reason came, not
+    when the connection closed. A failure is an answer too, with its reason and no tokens credited."""
+    due, sent, end, pieces, failure = what
     usage = next((p.usage for p in reversed(pieces) if p.usage is not None), None)
     counts = next((p.counts for p in reversed(pieces) if p.counts is not None), NOT_COUNTED)
     reason = next((p.finish_reason for p in reversed(pieces) if p.finish_reason is not None), "")

@@ -394,9 +394,10 @@ async def _gap(
     await side.up()
     ask = ask_of(plan, subject, task, prompt, 0, False, "gap")
     ask = replace(ask, logprobs=2, max_tokens=position + 1 if by_token else ask.max_tokens)
-    got: list[TokenLogprob] = []
     now = clock()
-    answer = await loads.ask_one(side.endpoint, ask, now, now, clock, got)
+    exchange = await loads.exchange(side.endpoint, ask, now, clock)
+    answer = loads.answer_of(ask, exchange, now)
+    got = [one for piece in exchange.pieces for one in piece.logprobs]
     if answer.failed or not got:
         return None
     if by_token:

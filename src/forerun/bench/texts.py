@@ -228,8 +228,8 @@ READERS = (
     "a curious child of ten", "an adult who has never studied it", "a teacher who has to explain it tomorrow",
     "somebody who is in a hurry", "a friend who does not quite believe it", "a pupil before an examination",
     "a journalist who writes for everybody", "an old man who likes stories", "a visitor of a museum",
-    "an engineer of another field", "a class of twelve-year-olds", "somebody who learns the language", "a traveller on a train", "a new colleague",
-    "a sceptical neighbour", "a listener of the radio",
+    "an engineer of another field", "a class of twelve-year-olds", "somebody who learns the language", "a traveller on a train",
+    "a new colleague", "a sceptical neighbour", "a listener of the radio",
 )  # fmt: skip
 
 WORDS = (  # noqa: SIM905

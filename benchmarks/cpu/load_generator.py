@@ -1,0 +1,158 @@
+"""What the load generator itself costs: 64 streams of 200 chunks a second from a scripted server, with the client on one core.
+
+    python benchmarks/cpu/load_generator.py [--out FILE]
+
+The server runs on another core and knows when it sent each chunk. The client may use one core only, and every figure is
+held against the script: number of tokens, time to first token, time per output token, end to end, the chunk gaps, and the
+throughput. All requests are due at the same moment, the worst case for the time to the first token, which the script sets
+at half a second. Printed is by how much each is off, at the median and at the 99th percentile of the streams, and how long
+after a chunk was written it was seen. As in any run, a warm-up batch has opened the connections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from forerun.bench import latency, load
+from forerun.bench.endpoint import Ask
+from forerun.bench.openai import DIALECTS, Address, HttpEndpoint
+from forerun.bench.record import Answer, Load
+from tests.mock_server import MockServer, Script
+
+STREAMS, RATE, SECONDS, FIRST_S = 64, 200, 5.0, 0.5
+
+
+def serve(core: int) -> None:
+    """Prints its port, then, when asked on standard input, when it sent what."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})
+    scripts = {n: Script(tuple((FIRST_S + i / RATE, 1) for i in range(n))) for n in (2, int(RATE * SECONDS))}
+    server = MockServer(lambda body: scripts[body["max_tokens"]])
+
+    async def go() -> None:
+        async with server:
+            print(server.port, flush=True)
+            await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+            print(json.dumps({"arrived": server.arrived, "sent": server.sent}), flush=True)
+
+    asyncio.run(go())
+
+
+async def measure(ports: list[int], streams: int, chunks: int) -> tuple[tuple[Answer, ...], float, float, list[float]]:
+    """The answers, the wall time, the processor time of this process, and when each chunk was seen."""
+    endpoints = [
+        await HttpEndpoint(Address(f"http://127.0.0.1:{p}", "target", DIALECTS["vllm"])).__aenter__() for p in ports
+    ]
+
+    class Shared:
+        async def generate(self, ask: Ask):  # type: ignore[no-untyped-def]
+            async for piece in endpoints[int(ask.name) % len(endpoints)].generate(ask):
+                if piece.text:
+                    seen.append(piece.at_s)
+                yield piece
+
+    seen: list[float] = []
+    shape = Load(concurrency=streams, requests=streams)
+    await load.drive(Shared(), [Ask(str(i), 2, text="x") for i in range(streams)], shape, None)  # type: ignore[arg-type]
+    seen.clear()
+    asks = [Ask(str(i), chunks, text="x") for i in range(streams)]
+    busy = time.process_time()
+    answers, wall = await load.drive(Shared(), asks, shape, None)  # type: ignore[arg-type]
+    busy = time.process_time() - busy
+    for endpoint in endpoints:
+        await endpoint.__aexit__()
+    return answers, wall, busy, seen
+
+
+def off(values: list[float], truth: float) -> dict[str, float]:
+    """By how much they are off, in %: at the median, the 99th percentile and at most."""
+    errors = sorted(100 * abs(v - truth) / truth for v in values)
+    return {"median": statistics.median(errors), "p99": errors[int(0.99 * (len(errors) - 1))], "worst": errors[-1]}
+
+
+def run(streams: int) -> dict[str, object]:
+    chunks = int(RATE * SECONDS)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    others = cores[1:] or cores
+    servers = [
+        subprocess.Popen([sys.executable, __file__, "--serve", str(others[i % len(others)])],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for i in range(min(len(others), 2))
+    ]  # fmt: skip
+    ports = [int(s.stdout.readline()) for s in servers]  # type: ignore[union-attr]
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {cores[0]})
+    answers, wall, busy, seen = asyncio.run(measure(ports, streams, chunks))
+    sent: list[list[float]] = []
+    for server in servers:
+        said = json.loads(server.communicate("\n")[0])
+        sent += [times for times in said["sent"] if len(times) == chunks]
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, set(cores))
+    whole = FIRST_S + (chunks - 1) / RATE
+    good = [a for a in answers if not a.failed]
+    gaps = [g for a in good for g in latency.chunk_gaps(a)]
+    server_gaps = [(t[-1] - t[0]) / (len(t) - 1) for t in sent]
+    # matched by their order over all streams; both processes read one clock
+    delays = sorted(s - w for s, w in zip(sorted(seen), sorted(t for times in sent for t in times), strict=False))
+    return {
+        "streams": streams,
+        "chunks_per_second_each": RATE,
+        "failed": len(answers) - len(good),
+        "tokens_missing": streams * chunks - sum(a.tokens for a in good),
+        "client_core_busy_percent": 100 * busy / wall,
+        "off_percent_against_script": {
+            "tpot": off([t for a in good if (t := latency.tpot(a)) is not None], 1 / RATE),
+            "e2e": off([a.e2e_s for a in good], whole),
+            "ttft": off([a.ttft_s for a in good], FIRST_S),
+            "chunk_gap_mean": off([statistics.fmean(gaps)], 1 / RATE),
+            "tokens_per_second": off([sum(a.tokens for a in good) / wall], streams * chunks / whole),
+        },
+        "ttft_late_ms": {"median": 1000 * (statistics.median(a.ttft_s for a in good) - FIRST_S)},
+        "chunk_gap_ms": {
+            name: 1000 * sorted(gaps)[int(share * (len(gaps) - 1))]
+            for name, share in (("p1", 0.01), ("p50", 0.5), ("p99", 0.99))
+        },
+        "server_gap_off_percent": off(server_gaps, 1 / RATE),
+        "seen_after_sent_ms": {
+            "median": 1000 * statistics.median(delays),
+            "p99": 1000 * delays[int(0.99 * (len(delays) - 1))],
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", type=int)
+    parser.add_argument("--streams", type=int, default=STREAMS)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.serve is not None:
+        serve(args.serve)
+        return
+    result = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "load_average_before": os.getloadavg()[0],
+        "runs": [run(args.streams) for _ in range(args.repetitions)],
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
