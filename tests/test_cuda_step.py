@@ -1,0 +1,357 @@
+"""The launches around a decode step's forward pass against their torch twins: on the GPU where there is one, else under
+Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions and ours are defined, at the imports below
+pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, which is not installed")
+
+from forerun.config import Speculation
+from forerun.drafters.ngram import DeviceNgram
+from forerun.engine.fixed import Body, Key, Lives
+from forerun.engine.slots import Slots
+from forerun.kernels import cuda_step as step
+from forerun.kernels.cuda_step import LookUp, Pool
+from forerun.types import Draft, Verdict
+from forerun.verify import noise
+from forerun.verify.accept import accept_matching
+from tests.statistical import PASS, REJECT, chi_square
+from tests.test_cuda_kernels import DEVICE, interpreter_that_numpy_allows  # noqa: F401  (a fixture for all tests here)
+
+VOCAB, CONTEXT = 50, 100
+
+
+class State:
+    """The same random slots twice: as the twin holds them and as the kernels do. The last slot is nobody's, and one of the
+    others is dead."""
+
+    def __init__(self, seed: int, slots: int = 7, width: int = 4, alphabet: int = 3, context: int = CONTEXT) -> None:
+        at = torch.Generator().manual_seed(seed)
+        self.slots = Slots(slots, context, 11, torch.device(DEVICE))
+        self.lives = Lives(self.slots, width, VOCAB, probs=False)
+
+        def random(low: int, high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, generator=at).to(DEVICE)
+
+        self.random, self.context = random, context
+        self.slots.tokens[:] = random(0, alphabet, slots, context)
+        self.slots.block_table[:] = random(1, 90, slots, 11)
+        self.slots.length[:] = random(1, context - 20, slots)
+        self.lives.limit[:] = self.slots.length + random(1, 9, slots)
+        self.lives.alive[:] = True
+        self.lives.stop_ids[:, :3] = random(-1, 4 * alphabet, slots, 3)
+        if width:
+            self.lives.draft[:] = random(0, alphabet, slots, width)
+        self.lives.draft_size[:] = random(0, width + 1, slots)
+        self.lives.alive[[2, slots - 1]] = False
+        self.slots.length[slots - 1] = 1
+
+    def pool(self) -> Pool:
+        """A copy of the state, for the kernels to work on."""
+        slots, lives = self.slots, self.lives
+        parts = (slots.tokens, slots.length, lives.limit, lives.alive, lives.stop_ids, slots.block_table, lives.draft)
+        return Pool(*(part.clone() for part in (*parts, lives.draft_size)))
+
+    def twin(self, look_up: LookUp | None = None) -> Body:
+        """The twin on this state, without a model."""
+        drafter = None
+        if look_up:
+            lengths = {"prompt_lookup_min": look_up.min_n, "prompt_lookup_max": look_up.max_n}
+            drafter = DeviceNgram(self.slots, Speculation("ngram", 4, **lengths), look_up.vocab)
+        return Body(None, None, self.slots, None, self.lives, drafter, block=False)  # type: ignore[arg-type]
+
+    def check(self, pool: Pool) -> None:
+        """What the kernels left is what the twin left, as far as it means anything."""
+        slots, lives = self.slots, self.lives
+        assert torch.equal(pool.length, slots.length)
+        assert torch.equal(pool.alive, lives.alive)
+        assert torch.equal(pool.draft_size, lives.draft_size)
+        committed = torch.arange(self.context, device=DEVICE) < slots.length[:, None]
+        assert torch.equal(pool.tokens[committed], slots.tokens[committed])
+        drafted = torch.arange(lives.draft.shape[1], device=DEVICE) < lives.draft_size[:, None]
+        assert torch.equal(pool.draft[drafted], lives.draft[drafted])
+
+
+ROWS = [5, 0, 2, 3, 6, 6, 1]  # a dead one, the padding twice
+
+
+@pytest.mark.parametrize("width", [0, 1, 3, 4])
+def test_prepare(width: int) -> None:
+    state = State(seed=width)
+    slot = torch.tensor(ROWS, device=DEVICE)
+    k = torch.tensor([4, 3, 4, 1, 0, 0, 2], device=DEVICE)
+    state.lives.draft_size[[5, 0]] = 4
+    state.lives.limit[5] = state.slots.length[5] + 3
+    state.lives.limit[3] = state.slots.length[3] + 1  # no room for a draft
+    embedding = torch.randn(VOCAB, 24, device=DEVICE)
+    pool = state.pool()
+    got = step.prepare(pool, slot, k, embedding, width)
+
+    draft, batch, _ = state.twin()._lay_out(Key(len(ROWS), width), slot, k)
+    live = state.lives.alive
+    there = live[slot].repeat_interleave(width + 1)  # a dead row is laid out at the start
+    assert torch.equal(got.positions[there], batch.positions[there])
+    assert torch.equal(got.positions[~there], torch.arange(width + 1, device=DEVICE).repeat(3))
+    assert torch.equal(got.size, draft.size)
+    assert torch.equal(got.table, batch.block_table)
+    assert torch.equal(got.x[there], F.embedding(batch.ids, embedding)[there])
+    assert torch.equal(pool.tokens[live], state.slots.tokens[live])
+    assert width < 3 or draft.size.tolist()[:4] == [2, 3, draft.size[2], 0]
+
+
+def test_padding_of_a_draft_may_be_any_token() -> None:
+    state = State(seed=0)
+    state.lives.draft[:, 2:] = torch.tensor([VOCAB, -1], device=DEVICE)
+    state.lives.draft_size.clamp_(max=2)
+    embedding = torch.randn(VOCAB, 24, device=DEVICE)
+    slot = torch.arange(7, device=DEVICE)
+    got = step.prepare(state.pool(), slot, slot * 0 + 4, embedding, 4)
+    assert torch.equal(got.x.view(7, 5, -1)[:, 3:], torch.zeros(7, 2, 24, device=DEVICE))
+    assert got.x.view(7, 5, -1)[:, :3].abs().sum(-1).min() > 0
+
+
+def block(state: State, width: int) -> tuple[torch.Tensor, Draft, torch.Tensor]:
+    """Rows, their drafts (whatever the limit, which then has to cut), and choices that agree with them for a while."""
+    slot = torch.tensor(ROWS, device=DEVICE)
+    draft = Draft(state.lives.draft[slot, :width], state.lives.draft_size[slot].clamp(max=width))
+    choice = state.random(0, 12, len(ROWS), width + 1)
+    agree = state.random(0, 5, len(ROWS), width) > 0
+    choice[:, :width] = torch.where(agree, draft.tokens, choice[:, :width])
+    return slot, draft, choice
+
+
+@pytest.mark.parametrize("width", [0, 1, 3, 4])
+@pytest.mark.parametrize("seed", range(12))
+def test_commit(width: int, seed: int) -> None:
+    state = State(seed)
+    slot, draft, choice = block(state, width)
+    pool = state.pool()
+    counts = step.commit(pool, slot, choice, draft.size)
+    want = state.twin()._commit(slot, draft, choice, None)
+    want[:, 2] = 0
+    assert torch.equal(counts, want)
+    pool.draft_size.copy_(state.lives.draft_size)  # the twin without a drafter leaves it
+    state.check(pool)
+
+
+def test_commit_meets_every_case() -> None:
+    """The random states above: full and partial acceptance, stops at the first, a middle and past the last accepted place,
+    limits that cut, and rows that go on."""
+    seen = set()
+    for seed in range(12):
+        state = State(seed)
+        slot, draft, choice = block(state, 4)
+        accepted = accept_matching(choice, draft).count
+        room = state.lives.limit[slot] - state.slots.length[slot]
+        counts = step.commit(state.pool(), slot, choice, draft.size)
+        for row in range(len(ROWS)):
+            if state.lives.alive[slot[row]]:
+                stops = [t in state.lives.stop_ids[slot[row]] for t in choice[row]]
+                full, n = int(accepted[row]), int(counts[row, 0])
+                stopped = n > 0 and stops[n - 1]
+                seen |= {("all", full == draft.size[row] + 1 > 1), ("cut", n == room[row] < full)}
+                seen |= {("stop", stopped and n < full)}
+                seen |= {("late stop", any(stops[full:])), ("second", sum(stops[:full]) > 1)}
+                seen |= {("goes on", not stopped and n < room[row])}
+    assert {name for name, true in seen if true} == {"all", "cut", "stop", "late stop", "goes on", "second"}
+
+
+def test_commit_of_a_verdict() -> None:
+    state = State(seed=3)
+    slot, draft, tokens = block(state, 4)
+    count = torch.minimum(state.random(1, 6, len(ROWS)), draft.size + 1)
+    pool = state.pool()
+    counts = step.commit_verdict(pool, slot, tokens, count, draft.size)
+    want = state.twin()._commit(slot, draft, tokens, Verdict(tokens, count))
+    assert torch.equal(counts[:, :2], want[:, :2])
+    pool.draft_size.copy_(state.lives.draft_size)
+    state.check(pool)
+
+
+LOOK_UPS = [LookUp(2, 5, VOCAB), LookUp(1, 1, VOCAB), LookUp(3, 3, 2), LookUp(2, 12, VOCAB)]
+
+
+@pytest.mark.parametrize("look_up", LOOK_UPS)
+@pytest.mark.parametrize("width", [1, 4, 6])
+@pytest.mark.parametrize("scan", [1024, 16])  # the text in one piece, in several
+def test_commit_and_draft(monkeypatch, look_up: LookUp, width: int, scan: int) -> None:
+    monkeypatch.setattr(step, "SCAN", scan)
+    found = set()
+    for seed in range(3):
+        state = State(seed, width=width)
+        state.lives.stop_ids[:] = -1
+        slot, draft, choice = block(state, width)
+        alone = state.pool()
+        pool = state.pool()
+        counts = step.commit_and_draft(pool, slot, choice, draft.size, look_up)
+        want = state.twin(look_up)._commit(slot, draft, choice, None)
+        assert torch.equal(counts, want)
+        state.check(pool)
+        again = step.commit(alone, slot, choice, draft.size)
+        step.ngram(alone, slot, look_up, again)
+        assert torch.equal(again, want)
+        state.check(alone)
+        found |= set(counts[:, 2].tolist())
+    assert {0, width} <= found or look_up.vocab == 2
+
+
+def look(text: list[int], look_up: LookUp, width: int) -> list[int]:
+    """What is drafted behind a text, by the kernel, which the twin confirms."""
+    state = State(seed=0, slots=3, width=width, context=max(CONTEXT, len(text) + 8))
+    state.slots.set(0, text)
+    pool, slot = state.pool(), torch.tensor([0], device=DEVICE)
+    counts = torch.full((1, 3), -7, device=DEVICE)
+    step.ngram(pool, slot, look_up, counts)
+    state.twin(look_up)._propose(slot)
+    state.check(pool)
+    size = int(counts[0, 2])
+    assert size == pool.draft_size[0]
+    assert counts[0, :2].tolist() == [-7, -7]
+    return pool.draft[0, :size].tolist()
+
+
+def test_look_up_cases() -> None:
+    look_up = LookUp(2, 5, VOCAB)
+    assert look([1, 2, 3, 4, 1, 2], look_up, 3) == [3, 4, 1]  # a match at the very start
+    assert look([1, 2, 3, 4, 1, 2], look_up, 8) == [3, 4, 1, 2]  # more wanted than follows
+    assert look([9, 1, 2, 5, 1, 2, 6, 1, 2], look_up, 2) == [5, 1]  # of equals the earliest
+    assert look([1, 2, 5, 7, 1, 2, 6, 7, 1, 2], look_up, 1) == [6]  # the longest before the earliest
+    assert look([1, 2, 3, 4, 5, 6], look_up, 3) == []
+    assert look([3, 3, 3], look_up, 4) == [3]  # the occurrence overlaps the suffix
+    assert look([4, 1, 2, 4], look_up, 4) == []  # shorter than min_n
+    assert look([7], LookUp(1, 3, VOCAB), 4) == []
+    assert look([7, 7], LookUp(1, 3, VOCAB), 4) == [7]
+    assert look([1, 2, VOCAB, 1, 2], look_up, 4) == []  # nothing past what the target knows
+    assert look([1, 2, 8, VOCAB, 1, 2], look_up, 4) == [8]
+
+
+def test_look_up_in_a_text_of_several_scans() -> None:
+    text = torch.arange(3000)
+    text[-4:] = torch.tensor([7, 8, 9, 10])
+    text[2100:2104] = text[-4:]
+    look_up = LookUp(2, 4, 4000)
+    assert look(text.tolist(), look_up, 3) == [11, 12, 13]  # both in the first scan and the third
+    text[7] = 0
+    assert look(text.tolist(), look_up, 3) == [2104, 2105, 2106]
+    text[2101] = 0
+    assert look(text.tolist(), look_up, 3) == [11, 12, 13]  # two of three: 8 9 10
+
+
+@pytest.mark.parametrize("purpose", [noise.CHOOSE, noise.ACCEPT, noise.REDRAW, noise.DRAFT])
+def test_noise_bit_for_bit(purpose: int) -> None:
+    at = torch.Generator().manual_seed(purpose)
+    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (9,), generator=at).to(DEVICE)
+    seed[:3] = torch.tensor([0, -1, 42], device=DEVICE)
+    slot = torch.randint(0, 9, (300,), generator=at).to(DEVICE)
+    position = torch.randint(0, 200_000, (300,), generator=at).to(DEVICE)
+    position[:2] = torch.tensor([0, (7 << 32) + 5], device=DEVICE)
+    assert torch.equal(step.uniform(seed, slot, position, purpose), noise.uniform(seed[slot], position, purpose))
+
+
+def shares(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """softmax(logits / temperature) as verify/sampling.py takes it."""
+    heat = temperature.float()[:, None]
+    return ((logits - logits.amax(-1, keepdim=True)) / heat).softmax(-1)
+
+
+@pytest.mark.parametrize(("vocab", "block"), [(1000, 2048), (1000, 128), (512, 64)])
+def test_draws_agree_with_the_twin(monkeypatch, vocab: int, block: int) -> None:
+    monkeypatch.setattr(step, "DRAW_BLOCK", block)
+    at = torch.Generator().manual_seed(vocab + block)
+    rows = 40
+    logits = (torch.randn(rows, vocab, generator=at) * 3).to(DEVICE)
+    logits[::7, : vocab // 2] = -torch.inf  # whole blocks without mass
+    temperature = torch.rand(rows, generator=at, dtype=torch.float64).to(DEVICE) + 0.3
+    temperature[:6] = torch.tensor([1e-6, 1e-4, 1e-2, 10, 1e4, 1e-30], device=DEVICE, dtype=torch.float64)
+    u = torch.rand(rows, generator=at, dtype=torch.float64).to(DEVICE)
+    u[10:14] = torch.tensor([2.0**-53, 1 - 2.0**-53, 1e-9, 1 - 1e-9], device=DEVICE, dtype=torch.float64)
+    probs = shares(logits, temperature)
+    got, want = step.draw_tempered(logits, temperature, u), noise.draw(probs, u)
+    assert (got != want).sum() <= 1
+    after = probs.double().cumsum(-1)
+    gap = (after.gather(1, torch.minimum(got, want)[:, None])[:, 0] / after[:, -1] - u).abs()
+    assert (gap[got != want] < 1e-6).all()  # the other side of an edge
+    assert (probs.gather(1, got[:, None]) > 0).all()
+    assert torch.equal(got, step.draw_tempered(logits, temperature, u))
+
+
+def test_greedy_rows_beside_sampled_ones() -> None:
+    logits = torch.zeros(6, 5000, device=DEVICE)
+    logits[1, [2100, 4999]] = 2
+    logits[2] = -torch.inf
+    logits[3] = -torch.inf
+    logits[3, 17] = -5
+    logits[4, 3000] = torch.nan
+    temperature = torch.tensor([0, 0, 1, 1, 1, 1.0], device=DEVICE, dtype=torch.float64)
+    u = torch.full((6,), 0.99, device=DEVICE, dtype=torch.float64)
+    assert step.draw_tempered(logits, temperature, u).tolist() == [0, 2100, 0, 17, 3000, 4950]
+
+
+def test_choices_have_the_distribution_and_the_noise(monkeypatch) -> None:
+    monkeypatch.setattr(step, "DRAW_BLOCK", 16)  # two blocks, and short ones, which the interpreter adds up one by one
+    at = torch.Generator().manual_seed(5)
+    rows, per, vocab, slots = 60, 5, 24, 20
+    logits = torch.randn(1, vocab, generator=at).to(DEVICE).expand(rows * per, vocab).contiguous()
+    seed = torch.randint(0, 1 << 40, (slots,), generator=at).to(DEVICE)
+    temperature = torch.full((slots,), 0.8, dtype=torch.float64, device=DEVICE)
+    temperature[3] = 0
+    slot = torch.arange(rows, device=DEVICE) % slots
+    positions = (torch.arange(rows * per) + 1000).to(DEVICE)
+    got = step.choose_tempered(logits, slot, positions, seed, temperature)
+    every = slot.repeat_interleave(per)
+    greedy = every == 3
+    assert (got[greedy] == logits[0].argmax()).all()
+    probs = shares(logits, temperature[every].clamp(min=0.1))
+    want = noise.draw(probs, noise.uniform(seed[every], positions + 1, noise.CHOOSE))
+    assert (got != want)[~greedy].sum() <= 1
+    seen = torch.bincount(got[~greedy], minlength=vocab).cpu().double()
+    expected = shares(logits[:1], temperature[:1])[0].cpu().double()
+
+    assert chi_square(seen.numpy(), expected.numpy()) > PASS
+    assert chi_square(seen.numpy(), shares(logits[:1], temperature[:1] * 3)[0].cpu().double().numpy()) < REJECT
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from forerun.kernels import cuda_step as step
+
+def check(kernel, warps=4, **constants):
+    given = dict(
+        alive="*i1", block_table="*i32", table="*i32", embedding="*bf16", x="*bf16", logits="*fp32", tops="*fp32",
+        firsts="*i32", masses="*fp64", temperatures="*fp64", noise="*fp64", PER="i32", W="i32",
+        L="i32", P="i32", K="i32", V="i32", VOCAB="i32", N="i32",
+    )
+    given |= dict(out="*fp64") if kernel is step.uniform_kernel else {}
+    types = {name: "constexpr" if name in constants else given.get(name, "*i64") for name in kernel.arg_names}
+    compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+check(step.prepare_kernel, H=576, HP=1024, RUN=512, PDL=True)
+find = dict(MIN_N=2, SCAN=1024, UNROLLED=8, PDL=True)
+rows = dict(LANES=8, E=16, EP=16, KP=4)
+check(step.commit_kernel, 1, **rows, GIVEN=True, FIND=False, MAX_N=5, **find)
+check(step.commit_kernel, 8, **rows, GIVEN=False, FIND=True, MAX_N=5, **find)
+check(step.ngram_kernel, 8, KP=4, MAX_N=12, **find)
+check(step.uniform_kernel, PURPOSE=1, LANES=128, PDL=True)
+draw = dict(BLOCK=2048, PDL=True)
+check(step.block_mass_kernel, **draw, NOISE=True)
+for noise in (False, True):
+    check(step.draw_kernel, **draw, NOISE=noise, BLOCKS=75, LANES=128, PURPOSE=1)
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile them")
+def test_the_launches_compile_for_hopper() -> None:
+    """The interpreter takes what the compiler refuses, such as a name of one type before a branch and another in it."""
+    bare = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=bare, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
