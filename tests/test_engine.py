@@ -194,7 +194,7 @@ class Dictated:
         for name in ("config", "dtype", "device", "max_positions", "kv_bytes_per_token", "kv_cache", "kernels"):
             setattr(self, name, getattr(target, name))
 
-    def forward(self, batch, kv, layers=(), kernels=None):  # type: ignore[no-untyped-def]
+    def forward(self, batch, kv, layers=(), kernels=None, x=None):  # type: ignore[no-untyped-def]
         done = self._target.forward(batch, kv, layers)
         at = batch.positions[batch.logits_at] + 1 - self._prompt
         said = torch.tensor(self._script)[at.clamp(max=len(self._script) - 1)]

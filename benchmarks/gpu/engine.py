@@ -261,6 +261,7 @@ def main() -> None:
     options.add_argument("--shapes", default="SmolLM2-135M,Qwen3-0.6B,Llama-3.1-8B")
     options.add_argument("--rows", default="1,8,32,128")
     options.add_argument("--widths", default="0,2,4,8,16")
+    options.add_argument("--few", type=int, help="Triton's products up to so many tokens (default: the kernels' own)")
     given = options.parse_args()
     parts = given.parts.split(",")
     record: dict[str, Any] = {
@@ -279,7 +280,8 @@ def main() -> None:
         print(record["limit"])
     rng = random.Random(0)
     prompts = {
-        kind: [[rng.randrange(100, 40000) for _ in range(n)] for _ in range(32)] for kind, n in (("repeat", 300), ("random", 200))
+        kind: [[rng.randrange(100, 40000) for _ in range(n)] for _ in range(32)]
+        for kind, n in (("repeat", 300), ("random", 200))
     }
     if given.prompts:
         prompts = json.loads(given.prompts.read_text())
@@ -288,6 +290,8 @@ def main() -> None:
         small = name == "SmolLM2-135M"
         real = small and folder is not None
         target = Target.load(folder, torch.bfloat16, DEVICE) if real and folder else Target.random(SHAPES[name], device=DEVICE)
+        if given.few:
+            target.kernels.few = given.few
         if small and "check" in parts:
             twenty = [p[: 40 + 7 * i] for i, p in enumerate(prompts["repeat"][:20])]
             save("check", check(target, folder, prompts["repeat"], twenty))

@@ -14,7 +14,7 @@ import torch
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
 from forerun.engine.fixed import Body, FixedStep, Key, Lives, sizes
-from forerun.engine.graphs import Graphs, captures
+from forerun.engine.graphs import Graphs, captures, fused_body
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Policy
 from forerun.engine.scheduler import Scheduler, Sequence
@@ -94,11 +94,13 @@ class Engine:
         if fixed:
             probs = speculation is not None and speculation.draft_sample_method == "probabilistic"
             lives = Lives(self.slots, width, model.vocab_size, probs)
-            body = Body(target, self.kv, self.slots, self.sampling, lives, self.drafter, block)
+            parts = (self.kv, self.slots, self.sampling, lives, self.drafter, block)
             rows = sizes(config.max_num_seqs)
-            self.graphs = Graphs(body, lines - 1) if captures(target) else None
-            run = self.graphs.run if self.graphs is not None else None
-            self._step = FixedStep(body, policy, width, mirror, rows, run)
+            if captures(target):
+                self.graphs = Graphs(fused_body(target, *parts), lines - 1)
+                self._step = FixedStep(self.graphs.body, policy, width, mirror, rows, self.graphs.run)
+            else:
+                self._step = FixedStep(Body(target, *parts), policy, width, mirror, rows)
         else:
             self._step = RaggedStep(target, self.kv, self.slots, self.sampling, self.drafter, block)
         self._flights: deque[Flight] = deque()

@@ -93,60 +93,70 @@ class Body:
 
     def run(self, key: Key, slot: Tensor, k: Tensor) -> Report:
         """A decode step. slot: [B], the padding's is nobody's; k: [B], what each row may draft at most."""
-        draft = self._draft(key, slot, k)
-        self.slots.write_drafts(slot, draft.tokens)
-        alive, length = self.lives.alive[slot], self.slots.length[slot]
-        positions = (length - 1).clamp(min=0)[:, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
-        ids = self.slots.tokens[slot[:, None], positions]
-        rows, total = len(slot), positions.numel()
+        length = self.slots.length[slot] if self.lives.draft_probs is not None else None
+        draft, batch, x = self._lay_out(key, slot, k)
         kernels = self.target.kernels.bounded(key.width + 1, self.slots.tokens.shape[1])
-        batch = Batch(
-            ids.flatten(),
-            positions.flatten(),
-            torch.arange(0, total + 1, key.width + 1, dtype=torch.int32, device=slot.device),
-            torch.where(alive[:, None], self.slots.block_table[slot], 0),
-            torch.arange(total, device=slot.device),
-        )
-        logits = self.target.forward(batch, self.kv, kernels=kernels).logits  # [B(W+1),V]
-        every = slot[:, None].expand(rows, key.width + 1).flatten()
-        shaped = self.sampling.shape(logits, every, positions.flatten() + 1, key.features)
-        if draft.probs is None:
-            choice = self.sampling.choose(shaped, every, positions.flatten() + 1, key.features)
-            verdict = accept_matching(choice.view(rows, -1), draft)
+        logits = self.target.forward(batch, self.kv, kernels=kernels, x=x).logits  # [B(W+1),V]
+        if draft.probs is None or length is None:
+            verdict = None
+            tokens = self._choose(key, slot, batch.positions, logits).view(len(slot), -1)
         else:
-            target = self.sampling.probs(shaped, every, key.features).view(rows, key.width + 1, -1)
-            seed = self.sampling.seed[slot]
-            accept = noise.block_noise(seed, length, key.width, noise.ACCEPT)
-            verdict = self._accept(target, draft, accept, noise.block_noise(seed, length, key.width + 1, noise.REDRAW))
-        return self._commit(key, slot, draft, verdict, logits)
+            verdict = self._weigh(key, slot, batch.positions, logits, draft, length)
+            tokens = verdict.tokens
+        counts = self._commit(slot, draft, tokens, verdict)
+        return Report(tokens, counts, self._note(key, logits, tokens))
 
-    def _draft(self, key: Key, slot: Tensor, k: Tensor) -> Draft:
-        """What was drafted at the end of the last step, cut to what the row may still take."""
-        lives = self.lives
-        room = torch.minimum(k, lives.limit[slot] - self.slots.length[slot] - 1)
+    def _lay_out(self, key: Key, slot: Tensor, k: Tensor) -> tuple[Draft, Batch, Tensor | None]:
+        """What was drafted at the end of the last step, cut to what the row may still take and laid behind its tokens; and
+        the forward pass over the last committed token and the drafts (with the tokens' embeddings, if they are there)."""
+        lives, slots = self.lives, self.slots
+        alive, length = lives.alive[slot], slots.length[slot]
+        room = torch.minimum(k, lives.limit[slot] - length - 1)
         size = torch.minimum(lives.draft_size[slot], room).clamp(0, key.width)
         probs = lives.draft_probs[slot, : key.width] if lives.draft_probs is not None else None
-        return Draft(lives.draft[slot, : key.width], size, probs)
+        draft = Draft(lives.draft[slot, : key.width], size, probs)
+        slots.write_drafts(slot, draft.tokens)
+        positions = (length - 1)[:, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
+        ids = slots.tokens[slot[:, None], positions]
+        table = torch.where(alive[:, None], slots.block_table[slot], 0)
+        return draft, self._batch(key, ids.flatten(), positions.flatten(), table), None
 
-    def _commit(self, key: Key, slot: Tensor, draft: Draft, verdict: Verdict, logits: Tensor) -> Report:
-        """Cut the block at a stop or the limit, append it, and draft what follows."""
-        lives, tokens = self.lives, verdict.tokens  # [B,W+1]
+    @staticmethod
+    def _batch(key: Key, ids: Tensor, positions: Tensor, table: Tensor) -> Batch:
+        start = torch.arange(0, len(positions) + 1, key.width + 1, dtype=torch.int32, device=positions.device)
+        return Batch(ids, positions, start, table, torch.arange(len(positions), device=positions.device))
+
+    def _choose(self, key: Key, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
+        """The target's own token behind each position, [B(W+1)]."""
+        every = slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
+        shaped = self.sampling.shape(logits, every, positions + 1, key.features)
+        return self.sampling.choose(shaped, every, positions + 1, key.features)
+
+    def _weigh(self, key: Key, slot: Tensor, positions: Tensor, logits: Tensor, draft: Draft, length: Tensor) -> Verdict:
+        """What the rule for drafts with probabilities makes of the draft. length: [B], before the step."""
+        every = slot.repeat_interleave(key.width + 1, output_size=len(positions))
+        shaped = self.sampling.shape(logits, every, positions + 1, key.features)
+        target = self.sampling.probs(shaped, every, key.features).view(len(slot), key.width + 1, -1)
+        seed = self.sampling.seed[slot]
+        accept = noise.block_noise(seed, length, key.width, noise.ACCEPT)
+        return self._accept(target, draft, accept, noise.block_noise(seed, length, key.width + 1, noise.REDRAW))
+
+    def _commit(self, slot: Tensor, draft: Draft, tokens: Tensor, verdict: Verdict | None) -> Tensor:
+        """Cut the block at a stop or the limit, append it, and draft what follows; [B,3] as in Report. tokens: [B,W+1], the
+        target's choices, of which the draft is accepted while it equals them; or the verdict's, if there is one."""
+        verdict = verdict or accept_matching(tokens, draft)
+        lives, width = self.lives, tokens.shape[1]
         length, alive = self.slots.length[slot], lives.alive[slot]
-        at = torch.arange(key.width + 1, device=slot.device)
+        at = torch.arange(width, device=slot.device)
         stops = (tokens[:, :, None] == lives.stop_ids[slot][:, None, :]).any(-1) & (at < verdict.count[:, None])
-        first = torch.where(stops, at, key.width + 1).amin(1)  # [B] of the first stop, or past all
+        first = torch.where(stops, at, width).amin(1)  # [B] of the first stop, or past all
         count = torch.minimum(torch.minimum(verdict.count, first + 1), lives.limit[slot] - length)
         count = torch.where(alive, count, 0).clamp(min=0)
         ended = (first < count) | (length + count >= lives.limit[slot])
         self.slots.commit(slot, tokens, count)
         lives.alive[slot] = alive & ~ended
-        found = self._propose(slot)
         drafted = torch.where(alive, draft.size, 0)
-        noted = None
-        if key.top >= 0:
-            chosen, ids, values = logprobs(logits, tokens.flatten(), key.top)
-            noted = (chosen.view_as(tokens), ids.view(*tokens.shape, -1), values.view(*tokens.shape, -1))
-        return Report(tokens, torch.stack((count, drafted, found), 1), noted)
+        return torch.stack((count, drafted, self._propose(slot)), 1)
 
     def _propose(self, slot: Tensor) -> Tensor:
         """Draft for the next step; [B], how much was found."""
@@ -161,16 +171,23 @@ class Body:
             lives.draft_probs[slot] = draft.probs
         return draft.size
 
+    @staticmethod
+    def _note(key: Key, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        if key.top < 0:
+            return None
+        chosen, ids, values = logprobs(logits, tokens.flatten(), key.top)
+        return chosen.view_as(tokens), ids.view(*tokens.shape, -1), values.view(*tokens.shape, -1)
+
     def prefill(self, key: Key, batch: Batch, slot: Tensor, position: Tensor) -> Report:
         """Chunks of prompts, laid end to end; batch.logits_at are the ends [B] of those that are through, whose slots and
         positions these are: each gets its first token."""
         logits = self.target.forward(batch, self.kv).logits  # [B,V]
         if self.drafter is not None:
             self.drafter.prefill(batch)
-        shaped = self.sampling.shape(logits, slot, position, key.features)
-        choice = self.sampling.choose(shaped, slot, position, key.features)[:, None]
+        choice = self._choose(key, slot, position - 1, logits)[:, None]
         nothing = Draft(choice[:, :0], torch.zeros_like(slot))
-        return self._commit(key, slot, nothing, Verdict(choice, torch.ones_like(slot)), logits)
+        counts = self._commit(slot, nothing, choice, None)
+        return Report(choice, counts, self._note(key, logits, choice))
 
 
 class FixedFlight:

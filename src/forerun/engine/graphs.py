@@ -9,13 +9,27 @@ import time
 import torch
 from torch import Tensor
 
-from forerun.engine.fixed import Body, Key, Report
-from forerun.models.decoder import Target
+from forerun.drafters import Drafter
+from forerun.engine.fixed import Body, Key, Lives, Report
+from forerun.engine.slots import Slots
+from forerun.models.decoder import KVCache, Target
+from forerun.verify.sampling import SamplingState
 
 
 def captures(target: Target) -> bool:
     """Whether the target's kernels can be captured: on CUDA, in a dtype that they are written for."""
     return target.device.type == "cuda" and target.dtype in (torch.bfloat16, torch.float16)
+
+
+def fused_body(
+    target: Target, kv: KVCache, slots: Slots, sampling: SamplingState, lives: Lives, drafter: Drafter | None, block: bool
+) -> Body:
+    """The body that is captured. Imported here, since it needs triton, which torch for the CPU does not bring."""
+    from forerun.engine.fused import FusedBody
+    from forerun.kernels.cuda import CudaKernels
+
+    assert isinstance(target.kernels, CudaKernels)
+    return FusedBody(target, target.kernels, kv, slots, sampling, lives, drafter, block)
 
 
 class Graphs:

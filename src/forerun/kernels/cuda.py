@@ -69,6 +69,7 @@ class CudaKernels:
         self, device: torch.device | str, width: int | None = None, context: int = 0, arrived: Tensor | None = None
     ) -> None:
         self.width, self.context = width, context
+        self.few = FEW_TOKENS  # up to so many tokens the products are Triton's
         self.device = torch.device(device)
         # counts the programs of an attention launch that are done, for each row and key head; every launch leaves it zero
         self.arrived = torch.zeros(1 << 16, dtype=torch.int32, device=self.device) if arrived is None else arrived
@@ -79,10 +80,12 @@ class CudaKernels:
         The bound sizes the launch; a short context in it is found out on the device and costs little."""
         require(1 <= width <= 128, "width", width, "give 1 to 128 tokens a row")
         require(context >= 1, "context", context, "give the longest context of the step, for instance 4096")
-        return CudaKernels(self.device, width, context, self.arrived)
+        bounded = CudaKernels(self.device, width, context, self.arrived)
+        bounded.few = self.few
+        return bounded
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.shape[0] > FEW_TOKENS:
+        if x.shape[0] > self.few:
             return F.linear(self.rms_norm(x, norm, eps), weight, bias)
         out = x.new_empty(x.shape[0], weight.shape[0])
         self._normed_product(choose(weight), x, norm, eps, weight, bias, out)
@@ -98,7 +101,7 @@ class CudaKernels:
         return attend_decode(*given, self.width, self.context, self.arrived, self.pdl)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        if x.shape[0] > FEW_TOKENS:
+        if x.shape[0] > self.few:
             return residual + F.linear(x, weight, bias)
         out = torch.empty_like(residual)
         launch(choose(weight), self.pdl, x, None, 0.0, weight, bias, residual, out)
@@ -107,7 +110,7 @@ class CudaKernels:
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
         total, inner = x.shape[0], weight.shape[0] // 2
         out = x.new_empty(total, inner)
-        if total > FEW_TOKENS:
+        if total > self.few:
             both = F.linear(self.rms_norm(x, norm, eps), weight)
             products.silu_mul_kernel[(total, triton.cdiv(inner, 1024))](both, out, inner, 1024, False)
         else:
@@ -115,7 +118,7 @@ class CudaKernels:
         return out
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        if x.shape[0] > FEW_TOKENS:
+        if x.shape[0] > self.few:
             return F.linear(self.rms_norm(x, norm, eps), weight).float()
         out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
         self._normed_product(choose(weight), x, norm, eps, weight, None, out)
@@ -124,7 +127,7 @@ class CudaKernels:
     def norm_argmax(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
         """The index of the largest logit, of equals the first, without storing the logits.  [N,H] -> [N] int64"""
         total = x.shape[0]
-        if total > FEW_TOKENS:
+        if total > self.few:
             return self.argmax(self.norm_logits(x, norm, eps, weight))
         tiles = choose(weight)
         blocks = triton.cdiv(weight.shape[0], tiles.columns)

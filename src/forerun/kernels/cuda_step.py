@@ -7,8 +7,8 @@ alive is laid out at position 0 on page 0 and leaves no trace: its tokens, lengt
 may stand in a step more than once if it is not alive, as the padding's does.
 
 Nothing waits for the host. With pdl a launch may start while its predecessor runs, see cuda_products.py: `prepare` waits
-before it reads anything, the others read the state of the sequences before they wait, so that must not come from the
-launch directly before them.
+before it reads anything; the others read the state of the sequences, temperatures and noise before they wait, so none of
+that may come from the launch directly before them.
 """
 
 # Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
@@ -27,6 +27,7 @@ from forerun.verify.noise import CHOOSE
 
 TABLE_RUN = 1024  # entries of a block table that one program copies
 SCAN = 1024  # positions that the look-up compares at a time
+SCAN_WARPS = 8
 UNROLLED = 8  # suffixes up to so long are compared without a loop
 DRAW_BLOCK = 2048  # logits that a program adds up; a draw rounds alike in every batch only if this never changes
 
@@ -269,16 +270,16 @@ def draw_kernel(
     row = tl.program_id(0).to(tl.int64)
     temperature, slot = _temperature(temperatures, slots, row, PER, NOISE)
     b = tl.arange(0, LANES)
+    if NOISE:
+        u = _uniform(tl.load(seeds + slot), tl.load(positions + row) + 1, PURPOSE)
+    else:
+        u = tl.load(noise + row)
     wait(PDL)
     top = tl.load(tops + row * BLOCKS + b, mask=b < BLOCKS, other=float("-inf"))
     first = tl.load(firsts + row * BLOCKS + b, mask=b < BLOCKS, other=2147483647)
     highest = tl.max(top, 0)
     choice = tl.min(tl.where(top == highest, first, 2147483647), 0)
     if (temperature > 0) & (highest > float("-inf")) & (highest < float("inf")):
-        if NOISE:
-            u = _uniform(tl.load(seeds + slot), tl.load(positions + row) + 1, PURPOSE)
-        else:
-            u = tl.load(noise + row)
         scale = tl.exp((top - highest) / temperature).to(tl.float64)
         mass = tl.load(masses + row * BLOCKS + b, mask=b < BLOCKS, other=0.0) * scale
         passed = tl.cumsum(mass, 0)
@@ -288,11 +289,11 @@ def draw_kernel(
         mine = tl.minimum(tl.min(tl.where((mass > 0) & (passed > target), b, LANES), 0), last)
         own = b == mine
         before = tl.sum(tl.where(own, passed - mass, 0.0), 0)
-        target = (target - before) / tl.sum(tl.where(own, scale, 0.0), 0)
+        by = tl.sum(tl.where(own, scale, 0.0), 0)
         v = mine * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * V + v, mask=v < V, other=float("-inf"))
         part = _mass(x, tl.max(x, 0), temperature)
-        passed = tl.cumsum(part.to(tl.float64), 0)
+        passed = before + by * tl.cumsum(part.to(tl.float64), 0)
         last = tl.max(tl.where(part > 0, v, 0), 0)
         choice = tl.minimum(tl.min(tl.where((part > 0) & (passed > target), v, 2147483647), 0), last)
     tl.store(out + row, choice.to(tl.int64))
@@ -350,7 +351,7 @@ def _commit(
         block, size if given is None else given, size, slot, pool.tokens, pool.length, pool.limit, pool.alive, pool.stop_ids,
         pool.draft, pool.draft_size, counts, lanes - 1, pool.tokens.shape[1], width, vocab, power_of_two(lanes), stops,
         power_of_two(stops), power_of_two(max(width, 1)), given is not None, find, min_n, max_n, SCAN, UNROLLED, pdl,
-        **_launch(8 if find else 1, pdl),
+        **_launch(SCAN_WARPS if find else 1, pdl),
     )
     return counts
 
@@ -361,7 +362,8 @@ def ngram(pool: Pool, slot: Tensor, look_up: LookUp, counts: Tensor, pdl: bool =
     width = pool.draft.shape[1]
     ngram_kernel[(len(slot),)](
         slot, pool.tokens, pool.length, pool.alive, pool.draft, pool.draft_size, counts, pool.tokens.shape[1], width,
-        look_up.vocab, power_of_two(width), look_up.min_n, look_up.max_n, SCAN, UNROLLED, pdl, **_launch(8, pdl),
+        look_up.vocab, power_of_two(width), look_up.min_n, look_up.max_n, SCAN, UNROLLED, pdl,
+        **_launch(SCAN_WARPS, pdl),
     )
 
 
@@ -408,7 +410,7 @@ def _draw(
     draw_kernel[(total,)](
         logits, temperature, slots, dummy if seed is None else seed, dummy if positions is None else positions,
         dummy if u is None else u, tops, firsts, masses, out, vocab, per, blocks, power_of_two(blocks), DRAW_BLOCK, noise,
-        CHOOSE, pdl, **_launch(4, pdl),
+        CHOOSE, pdl, **_launch(8, pdl),
     )
     return out
 

@@ -98,15 +98,21 @@ class Target:
         return kv.bound[1]
 
     def forward(
-        self, batch: Batch, kv: KVCache, layers: tuple[int, ...] = (), kernels: Kernels | None = None
+        self,
+        batch: Batch,
+        kv: KVCache,
+        layers: tuple[int, ...] = (),
+        kernels: Kernels | None = None,
+        x: Tensor | None = None,
     ) -> Forward:
         """Run the batch's tokens, write their keys and values into the pages, and give the logits where asked.
         layers: whose inputs to keep as hidden states, 0 .. number of layers (the last: what goes into the final norm).
-        kernels: others than the target's own, for this pass."""
+        kernels: others than the target's own, for this pass. x: the embeddings [T,H], if the caller has them (batch.ids
+        is not read then)."""
         weights, run = self.weights, kernels or self.kernels
         run_layers = self._bind(run, kv)
         kept: dict[int, Tensor] = {}
-        x = F.embedding(batch.ids, weights.embedding)  # [T,H]
+        x = F.embedding(batch.ids, weights.embedding) if x is None else x  # [T,H]
         cuts = sorted({0, *layers, len(weights.layers)})
         for first, last in pairwise(cuts):
             kept[first] = x
