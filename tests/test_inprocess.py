@@ -84,7 +84,7 @@ def test_a_request_that_is_left_is_aborted(loaded: LoadedModel) -> None:
 def test_loads_on_the_engine_here_from_the_options(folder: Path, tmp_path: Path) -> None:
     options = Options(
         model=str(folder), arms=("ngram:k=2",), tasks=("explain", "random", "chat"), concurrency=(1, 2), rates=(200.0,),
-        requests=2, repetitions=2, max_tokens=8, control=True,
+        requests=2, repetitions=2, max_tokens=8, control=True, samples=60,
     )  # fmt: skip
     options.check()
     plan = command.plan_of(options)
@@ -97,5 +97,8 @@ def test_loads_on_the_engine_here_from_the_options(folder: Path, tmp_path: Path)
     cells = [c for c in summary.cells(made) if c.arm == "ngram k=2" and c.task != "random"]
     assert all(c.identical == (4, 4) for c in cells)
     assert made.settings.arms[1].facts is not None and made.settings.arms[1].facts.kv_tokens
+    assert [(f.arm, len(f.tokens)) for f in made.first_tokens] == [(a.name, 60) for a in made.settings.arms for _ in range(2)]
+    assert made.first_tokens[0].tokens != made.first_tokens[2].tokens, "draws of two arms are independent"
+    assert len(summary.draws(made)) == 2
     record.save(made, tmp_path / "r.json")
     assert record.load(tmp_path / "r.json") == made

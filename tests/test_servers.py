@@ -136,7 +136,7 @@ def test_what_logs_say() -> None:
     assert found.kv_tokens == 30832 and found.version == "0.32.0"
     assert found.scheduler == {"async scheduling": "off", "model runner": "V1"}
     assert len(found.fallbacks) == 2 and found.fallbacks[0].endswith("will be disabled.")
-    said = "Asynchronous scheduling is enabled.\nUsing V2 Model Runner"
+    said = "vLLM version 0.32.0\nUsing V2 Model Runner"
     plain = launching.read_log(launching.load_template("vllm", None), said)
     assert plain.scheduler == {"async scheduling": "on", "model runner": "V2"}
     assert plain.kv_tokens is None and not plain.fallbacks
@@ -216,6 +216,8 @@ def test_a_server_that_does_not_come_up_says_why() -> None:
 def test_secrets_are_not_written_down() -> None:
     given = ["vllm", "--api-key", "abc", "--api-key=abc", "--hf-token", "abc", "--max-num-batched-tokens", "5", "--seed=1"]
     kept = servers._without_secrets(given)
+    home = os.path.expanduser("~")
+    assert servers._without_secrets([f"{home}/x", "/opt/x"]) == ["~/x", "/opt/x"]
     assert "abc" not in " ".join(kept) and kept[-3:] == ["--max-num-batched-tokens", "5", "--seed=1"]
 
 

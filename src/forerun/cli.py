@@ -496,6 +496,14 @@ def bench(
             help="Measure the baseline twice: how much it differs from itself becomes the least difference that counts.",
         ),
     ] = False,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--samples",
+            rich_help_panel=RUN,
+            help="Also draw the first tokens behind two prompts so often from every arm, and test that all draw alike.",
+        ),
+    ] = 0,
     seed: Annotated[
         int, typer.Option("--seed", rich_help_panel=RUN, help="Of the sampled task, random; the same in every arm.")
     ] = 0,
@@ -561,6 +569,7 @@ def bench(
             warmups=warmups,
             max_tokens=max_tokens,
             control=control,
+            samples=samples,
             seed=seed,
             dtype=dtype.value,
             device=device.value,

@@ -50,6 +50,7 @@ class Options:
     warmups: int = 1
     max_tokens: int = 128
     control: bool = False
+    samples: int = 0
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
@@ -75,7 +76,7 @@ class Options:
     def plain(self) -> bool:
         """Whether this is one batch of requests at once to the engine in this process, on tasks that are built in."""
         one = len(self.concurrency) == 1 and self.requests in (None, self.concurrency[0]) and self.slots is None
-        return not self.remote and one and not self.rates and not self.prompts and self.trace is None
+        return not self.remote and one and not self.samples and not self.rates and not self.prompts and self.trace is None
 
 
     def check(self) -> None:
@@ -137,6 +138,7 @@ def plan_of(options: Options) -> Plan:
         control=options.control,
         seed=options.seed,
         trace=trace,
+        samples=options.samples,
     )
 
 
@@ -212,6 +214,8 @@ def _embedded(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
 
 
 def _launched(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
+    from forerun.models import hub
+
     template = launching.load_template(options.engine, options.template)
     body = _body(options)
     model, tokenizer = _model_for(options, template.model_kind)
@@ -227,7 +231,8 @@ def _launched(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
     if plan.control:
         sides.append(sides[0])
     together = _together(options.alive, len(served), model)
-    return Subject(options.model or model, template.engine, tuple(sides), _ids(tokenizer, plan), together, tuple(command))
+    name = options.model or hub.DEFAULT
+    return Subject(name, template.engine, tuple(sides), _ids(tokenizer, plan), together, tuple(command))
 
 
 def _running(options: Options, plan: Plan, command: Sequence[str]) -> Subject:

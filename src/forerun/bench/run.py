@@ -24,13 +24,14 @@ from forerun.bench.record import (
     Batch,
     Counts,
     Difference,
+    FirstTokens,
     Load,
     Record,
     ServerCounters,
     Settings,
 )
 from forerun.bench.sides import Side
-from forerun.bench.workloads import Prompt, Task
+from forerun.bench.workloads import Prompt, Task, coin_tosses
 from forerun.engine.stats import DraftStats
 from forerun.types import require
 
@@ -42,7 +43,8 @@ TOLERANCE = 0.02  # of the tokens: more than that beyond the client's own count 
 class Plan:
     """What to run. tasks, loads: every one with every other. repetitions: measured batches of each cell, after `warmups`
     unmeasured ones of at most warmup_tokens. control: measure the baseline a second time as an arm of its own. trace: when
-    the requests of a trace load are due, in seconds. Raises SettingError."""
+    the requests of a trace load are due, in seconds. samples: so many draws from each arm and prompt for the test that all draw
+    alike. Raises SettingError."""
 
     tasks: tuple[Task, ...]
     loads: tuple[Load, ...] = (Load(),)
@@ -53,6 +55,7 @@ class Plan:
     control: bool = False
     seed: int = 0
     trace: tuple[float, ...] = ()
+    samples: int = 0
 
     def __post_init__(self) -> None:
         require(bool(self.tasks), "tasks", (), "give at least one")
@@ -64,6 +67,7 @@ class Plan:
         require(self.warmups >= 0, "warmups", self.warmups, "give 0 or more, for instance 1")
         require(self.warmup_tokens >= 1, "warmup_tokens", self.warmup_tokens, "give 1 or more, for instance 32")
         require(self.max_tokens >= 2, "max_tokens", self.max_tokens, "give 2 or more, for instance 128")
+        require(self.samples >= 0, "samples", self.samples, "give 0 (none) or more, for instance 300")
         for load in self.loads:
             require(load.requests >= 1, "requests", load.requests, "give 1 or more")
             require(load.concurrency >= 1, "concurrency", load.concurrency, "give 1 or more")
@@ -152,6 +156,7 @@ async def measure(
     started, begin, busy = datetime.now(UTC).isoformat(timespec="seconds"), clock(), machine.load_average()
     batches: list[Batch] = []
     differences: list[Difference] = []
+    drawn: list[FirstTokens] = []
     finished = True
     try:
         steps = interleaved if subject.together else in_turns
@@ -168,6 +173,7 @@ async def measure(
             batches.append(batch)
             watcher.ended(batch)
         differences = await _differences(plan, subject, batches, clock)
+        drawn = await _draws(plan, subject, clock)
     except asyncio.CancelledError:
         finished = False
     finally:
@@ -199,7 +205,9 @@ async def measure(
         subject.command,
     )
     seconds, here = clock() - begin, machine.describe(busy)
-    return Record(started, seconds, finished, machine.versions(), here, settings, tuple(batches), tuple(differences))
+    return Record(
+        started, seconds, finished, machine.versions(), here, settings, tuple(batches), tuple(differences), tuple(drawn)
+    )
 
 
 def names(plan: Plan, subject: Subject) -> list[str]:
@@ -411,6 +419,29 @@ async def _gap(
             return margin_at(one)
         at += len(one.token)
     return None
+
+
+async def _draws(plan: Plan, subject: Subject, clock: Callable[[], float]) -> list[FirstTokens]:
+    """What every arm draws first behind the same prompts at temperature 1: the first token, which no draft was made for, and
+    the second, which is verified, together as one. The seeds of two arms differ, so that their draws are independent."""
+    found = []
+    for index, side in enumerate(subject.sides if plan.samples else ()):
+        if not subject.together:
+            for other in subject.sides:
+                if other is not side:
+                    await other.down()
+        await side.up()
+        for prompt in coin_tosses():
+            first = plan.seed + 10_000 * (index + 1)
+            asks = [
+                Ask(prompt.name, 3, text=prompt.text, temperature=1.0, seed=first + i, ignore_eos=True)
+                for i in range(plan.samples)
+            ]
+            together = max(load.concurrency for load in plan.loads)
+            answers, _ = await loads.drive(side.endpoint, asks, Load(concurrency=together, requests=plan.samples), None, clock)
+            tokens = [" ".join(map(str, a.token_ids[:2])) or a.text for a in answers if not a.failed]
+            found.append(FirstTokens(_name(plan, subject, index), prompt.name, 1.0, tuple(tokens)))
+    return found
 
 
 def margin_at(one: TokenLogprob) -> float | None:

@@ -186,15 +186,21 @@ def _file_name(name: str) -> str:
 
 
 def _without_secrets(command: list[str]) -> list[str]:
-    """The value of --api-key and the like is not written down."""
+    """The value of --api-key and the like is not written down, nor is the name of the user's folder."""
     hidden = []
     for before, word in zip(["", *command], command, strict=False):
         flag, equals, _ = word.partition("=")
         if equals and _secret(flag):
             hidden.append(f"{flag}=***")
         else:
-            hidden.append("***" if _secret(before) and "=" not in before else word)
+            hidden.append("***" if _secret(before) and "=" not in before else _from_home(word))
     return hidden
+
+
+def _from_home(word: str) -> str:
+    """A path below the user's folder, without naming the user."""
+    home = str(Path.home())
+    return "~" + word.removeprefix(home) if word.startswith(home + os.sep) else word
 
 
 def _secret(flag: str) -> bool:

@@ -212,6 +212,16 @@ TASKS = {
 DEFAULT_TASKS = ("copy", "return-code", "edit-code", "explain")
 
 
+def coin_tosses() -> tuple[Prompt, ...]:
+    """Two prompts whose next words are one of two, and which an n-gram drafter always has a draft for: what is sampled behind
+    them shows within a few hundred draws whether a verify rule favours the draft."""
+    draw = random.Random(5000)
+    return tuple(
+        Prompt(f"tosses of {a} and {b}", text=" ".join(draw.choices((a, b), k=60)))
+        for a, b in (("heads", "tails"), ("left", "right"))
+    )
+
+
 def find(names: tuple[str, ...]) -> tuple[Task, ...]:
     """The tasks of these names. Raises SettingError for one that is unknown or named twice, and for none."""
     require(bool(names), "tasks", names, f"give at least one of {', '.join(TASKS)}")
