@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from forerun.bench import html, report, summary, svg, words
+from forerun.bench import charts, html, report, summary, svg, words
 from forerun.bench.statistics import Ratio, spread
 from tests import browser
-from tests.records import Way, fake, rich, server
+from tests.records import SWEEP, Way, fake, rich, server
 
 PLAIN = {"baseline": Way(10.0), "ngram": Way(12.5, 4, (4, 1, 0, 0))}
 WINDOWS = {"desktop": (1280, 900, False), "phone": (390, 844, True), "small phone": (320, 568, True)}
@@ -173,6 +173,21 @@ def test_bars_are_as_long_as_their_values() -> None:
 def test_series_differ_by_mark_and_not_by_colour_alone() -> None:
     drawn = [svg.mark(i, 0.5, 10).split(' d="')[1] for i in range(len(svg.MARKS))]
     assert len(set(drawn)) == len(svg.MARKS) >= 6
+
+
+def test_no_line_leads_from_requests_at_once_to_requests_by_the_clock() -> None:
+    made = fake(PLAIN, loads=SWEEP)
+    (chart,) = charts.sweep(made, summary.cells(made), {"baseline": 0, "ngram": 1})
+    assert chart.picture.count('class="mark c1"') == 3 and chart.picture.count('class="line c1"') == 1
+
+
+def test_shares_of_a_handful_of_drafts_are_in_the_table_only() -> None:
+    """A draft gets past the first position in 1 of 2 steps: of 16 steps 8 get to the second, of 160 steps 80."""
+    for repetitions, drawn in ((1, 1), (8, 4)):
+        made = fake({"baseline": Way(10.0), "ngram": Way(12.5, 4, (4, 0))}, repetitions=repetitions)
+        (chart,) = charts.drafting(made, summary.cells(made), {"baseline": 0, "ngram": 1})
+        assert chart.picture.count('class="hollow c1"') == drawn and chart.picture.count('class="mark c1"') == 4
+        assert "–" not in chart.tables[1].rows[0]
 
 
 # a real browser

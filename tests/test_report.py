@@ -97,7 +97,8 @@ def test_steps_are_unknown_where_a_request_failed_or_the_counts_do_not_fit() -> 
 
     def fails(b: Batch) -> Batch:
         broken = dataclasses.replace(b.answers[0], failure="the stream ended early")
-        return dataclasses.replace(b, answers=(broken,)) if b.arm == "ngram" and b.repetition == 2 else b
+        failed = dataclasses.replace(b, answers=(broken,), drafting=Counts(0, 0, 0, 0, (), ()))
+        return failed if b.arm == "ngram" and b.repetition == 2 else b
 
     c = cell(dataclasses.replace(made, batches=tuple(map(fails, made.batches))), "ngram")
     assert c.failures == 1 and c.got is None and c.joint == [] and c.step_s is None and c.acceptance_rate is not None
@@ -134,6 +135,7 @@ def test_each_load_is_a_cell_of_its_own() -> None:
     assert alone.speedup and busy.speedup and busy.speedup.mean < alone.speedup.mean, "a busier step costs more with drafts"
     slowest_s = 0.5 * (1 + 0.02 * 7 * 5) + 0.02  # two rounds of eight, of which one waits 20 ms
     assert busy.tokens_per_s == pytest.approx(16 * 73 / (2 * slowest_s))
+    assert alone.split == summary.Split(pytest.approx(0.0075), pytest.approx(0.1), pytest.approx(0.4), by_server=False)
     assert "4 requests at c=1, 16 requests at c=8, 24 requests at 2/s" in words.title(made)
 
 
@@ -281,7 +283,7 @@ def test_a_faster_machine_changes_speeds_and_no_speedup() -> None:
     assert found["baseline"].speed_verdict == found["ngram"].speed_verdict == "faster"
     assert found["ngram"].speedup_verdict == "no difference" and found["baseline"].speedup_verdict is None
     assert found["ngram"].speed and found["ngram"].speed.mean == pytest.approx(2.0, rel=0.03)
-    assert "the baseline itself came out 1.98 times as fast" in changes.markdown(made, twice)
+    assert "\nThe baseline itself came out 1.98 times as fast as before.\n" in changes.markdown(made, twice)
 
 
 def test_a_slower_drafter_is_found_and_said() -> None:
@@ -289,6 +291,18 @@ def test_a_slower_drafter_is_found_and_said() -> None:
     (c,) = [c for c in compare.changes(before, later(after)) if c.after.arm == "ngram"]
     assert c.speedup_verdict == "slower" and c.speedup and c.speedup.mean == pytest.approx(0.5 / 0.548, rel=0.03)
     assert changes.headline([c], after) == "Speculation gains less than before with ngram on copy"
+
+
+def test_the_larger_margin_of_the_two_runs_counts() -> None:
+    """Of runs whose baselines differ from themselves by nothing and by 8 %, in either order."""
+    ways = {**ARMS, "again": Way(10.0)}
+    steady, slower = fake(ways, control="again"), fake({**ways, "ngram": Way(13.0, 4, (4, 1, 0, 0))}, control="again")
+    drifting = tuple(dataclasses.replace(b, wall_s=1.08 * b.wall_s) if b.arm == "again" else b for b in slower.batches)
+    for unsteady, expected in ((slower, "slower"), (dataclasses.replace(slower, batches=drifting), "no difference")):
+        (c,) = [c for c in compare.changes(steady, later(unsteady)) if c.after.arm == "ngram"]
+        assert c.speedup_verdict == expected
+        (back,) = [c for c in compare.changes(unsteady, later(steady)) if c.after.arm == "ngram"]
+        assert back.speedup_verdict == {"slower": "faster"}.get(expected, expected)
 
 
 def test_other_prompts_are_not_paired() -> None:

@@ -140,6 +140,8 @@ def test_costs_and_distribution_of_arms() -> None:
     assert (ngram.where, ngram.passed, ngram.said) == ("ngram k=4", True, "30832") and not suffix.passed
     assert results("startup_s[ngram k=4] < 60", rich()) == [False]
     assert results("distribution == same", rich()) == [True, True]
+    few = dataclasses.replace(rich(), first_tokens=tuple(dataclasses.replace(f, tokens=("a",)) for f in rich().first_tokens))
+    assert results("distribution != different", few) == [False, False], "too little to tell is no pass"
     assert results("speedup.copy@c=8 >= 1.2", rich()) == [True, False]
 
 

@@ -71,10 +71,8 @@ def row(change: Change) -> list[str]:
 
 
 def notes(before: Record, after: Record, made: Sequence[Change]) -> list[str]:
-    """What to beware of, first that the runs were not interleaved."""
+    """What to beware of beside a baseline that moved, first that the runs were not interleaved."""
     found = [UNPAIRED]
-    if (said := moved(made, after)) is not None:
-        found.append(said)
     if any(not c.same_prompts for c in made):
         found.append("the runs sent other prompts, so intervals of tokens/s hold what differs between prompts, too.")
     return found + differences(before, after) + unmatched(before, after)
@@ -100,6 +98,8 @@ def terminal(before: Record, after: Record) -> Iterator[RenderableType]:
     made = compare(before, after)
     yield Text(title(before, after))
     yield Text(headline(made, after) + ".", style="bold")
+    if (said := moved(made, after)) is not None:
+        yield Text(said.capitalize())
     for name, here in by_place(made, after):
         yield Text()
         yield Text(name, style="bold")
@@ -120,6 +120,8 @@ def show(before: Record, after: Record, console: Console) -> None:
 def markdown(before: Record, after: Record) -> str:
     made = compare(before, after)
     lines = [f"### {title(before, after)}", "", f"**{headline(made, after)}.**", ""]
+    if (said := moved(made, after)) is not None:
+        lines += [said.capitalize(), ""]
     for name, here in by_place(made, after):
         lines += [f"**{name}**", "", *lined([row(c) for c in here], HEADER), ""]
     return "\n".join([*lines, *[f"- Note: {note}" for note in notes(before, after, made)]]).rstrip() + "\n"

@@ -81,7 +81,7 @@ def one_sample(strata: Sequence[tuple[Mapping[Any, float], Sequence[Hashable]]])
             raise ValueError(f"no distribution: its probabilities sum to {total:.6f}")
         if not drawn:
             continue
-        other = object()  # a key that no token equals
+        other = None  # a key that no token equals
         expected: dict[Hashable, float] = {token: p * len(drawn) for token, p in given.items() if p > 0}
         expected[other] = max(0.0, 1 - total) * len(drawn)
         seen: Counter[Hashable] = Counter(token if given.get(token, 0) > 0 else other for token in drawn)
@@ -97,7 +97,7 @@ def one_sample(strata: Sequence[tuple[Mapping[Any, float], Sequence[Hashable]]])
 
 def _pooled(expected: Mapping[Any, float]) -> list[list[Any]]:
     """The keys in groups of an expected count of at least 5, one group for each that reaches it alone."""
-    ordered = sorted(expected, key=lambda key: -expected[key])
+    ordered = sorted(expected, key=lambda key: (-expected[key], str(key)))  # the same groups whatever the order of a set
     groups = [[key] for key in ordered if expected[key] >= EXPECTED]
     rest = [key for key in ordered if expected[key] < EXPECTED]
     if rest and groups and math.fsum(expected[key] for key in rest) < EXPECTED:
