@@ -18,6 +18,7 @@ from forerun.types import SettingError, require
 
 ENGINES = ("vllm", "llamacpp", "xllamacpp", "sglang", "tensorrt-llm")
 _PLACE = re.compile(r"\{(\w+)\}")
+_LOGGER = re.compile(r"^(\([^()]*pid=\d+\)\s*)?([A-Z]+\s+\d[\d: -]*\s*\[[^\]]*\]\s*)?")  # who says it and when: vLLM's form
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class LogFacts:
 
 
 def read_log(template: Template, log: str) -> LogFacts:
-    """By the template's patterns. Lines are given once each, without the colours of a terminal, at most 300 characters."""
+    """By the template's patterns. Lines are given once each, without colours and time, at most 300 characters."""
     log = re.sub(r"\x1b\[[0-9;]*m", "", log)
     kv = re.findall(template.kv_tokens, log) if template.kv_tokens else []
     version = re.search(template.version, log) if template.version else None
@@ -211,7 +212,7 @@ def read_log(template: Template, log: str) -> LogFacts:
 
 
 def _lines(patterns: tuple[str, ...], log: str) -> tuple[str, ...]:
-    found = [line.strip()[:300] for line in log.splitlines() if any(re.search(p, line) for p in patterns)]
+    found = [_LOGGER.sub("", line).strip()[:300] for line in log.splitlines() if any(re.search(p, line) for p in patterns)]
     return tuple(dict.fromkeys(found))
 
 
