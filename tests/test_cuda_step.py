@@ -281,7 +281,8 @@ def test_draws_agree_with_the_twin(monkeypatch, vocab: int, block: int) -> None:
     gap = (after.gather(1, torch.minimum(got, want)[:, None])[:, 0] / after[:, -1] - u).abs()
     assert (gap[got != want] < 1e-6).all()  # the other side of an edge
     assert (probs.gather(1, got[:, None]) > 0).all()
-    assert torch.equal(got, step.draw_tempered(logits, temperature, u))
+    alone = torch.tensor([3, 8, 11], device=DEVICE)
+    assert torch.equal(got[alone], step.draw_tempered(logits[alone], temperature[alone], u[alone]))  # in any batch
 
 
 def test_greedy_rows_beside_sampled_ones() -> None:

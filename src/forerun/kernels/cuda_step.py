@@ -171,6 +171,7 @@ def commit_kernel(
     count = tl.maximum(tl.minimum(tl.minimum(accepted, first + 1).to(tl.int64), room), 0)
     n += count
     goes_on = live & (first >= count) & (n < most)
+    tl.debug_barrier()  # every warp has read the row's state before one of them writes it
     tl.store(tokens + slot * L + n - count + i, chosen, mask=live & (i <= W) & (n - count + i < L))
     tl.store(length + slot, n, mask=live)
     tl.store(alive + slot, goes_on, mask=live)
