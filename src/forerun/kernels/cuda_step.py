@@ -166,7 +166,7 @@ def commit_kernel(
     else:
         accepted = tl.min(tl.where((chosen == drafted) & (i < cut), LANES, i), 0) + 1
     ends = tl.max((chosen[:, None] == stops[None, :]).to(tl.int32), 1) > 0
-    first = tl.min(tl.where(ends & (i < accepted), i, LANES), 0)  # the first stop
+    first = tl.min(tl.where(ends, i, LANES), 0)  # the first stop; past what is accepted it cuts nothing
     room = tl.where(live, most - n, 0)
     count = tl.maximum(tl.minimum(tl.minimum(accepted, first + 1).to(tl.int64), room), 0)
     n += count
