@@ -218,6 +218,7 @@ def test_secrets_are_not_written_down() -> None:
     kept = servers._without_secrets(given)
     home = os.path.expanduser("~")
     assert servers._without_secrets([f"{home}/x", "/opt/x"]) == ["~/x", "/opt/x"]
+    assert servers._without_secrets([servers.__file__]) == ["forerun/bench/servers.py"]
     assert "abc" not in " ".join(kept) and kept[-3:] == ["--max-num-batched-tokens", "5", "--seed=1"]
 
 

@@ -186,7 +186,7 @@ def _file_name(name: str) -> str:
 
 
 def _without_secrets(command: list[str]) -> list[str]:
-    """The value of --api-key and the like is not written down, nor is the name of the user's folder."""
+    """The value of --api-key and the like is not written down, nor is the user's folder."""
     hidden = []
     for before, word in zip(["", *command], command, strict=False):
         flag, equals, _ = word.partition("=")
@@ -198,9 +198,11 @@ def _without_secrets(command: list[str]) -> list[str]:
 
 
 def _from_home(word: str) -> str:
-    """A path below the user's folder, without naming the user."""
-    home = str(Path.home())
-    return "~" + word.removeprefix(home) if word.startswith(home + os.sep) else word
+    """A path below the user's folder without naming the user, one of this package as forerun/..."""
+    home, source = str(Path.home()) + os.sep, str(Path(__file__).parents[2]) + os.sep
+    if word.startswith(source):
+        return word.removeprefix(source)
+    return "~/" + word.removeprefix(home) if word.startswith(home) else word
 
 
 def _secret(flag: str) -> bool:
