@@ -380,7 +380,7 @@ def draw_tempered(logits: Tensor, temperature: Tensor, u: Tensor, pdl: bool = Fa
     not finite (a NaN counts as the largest). logits: [N,V] float32; temperature, u: [N] float64 -> [N] int64
 
     The rule is noise.draw's: the first token whose cumulative sum exceeds u times the total. The sums are of blocks first,
-    in float64, so at the edge between two tokens it may fall the other way than there, in about one draw of 10^6."""
+    in float64, so a u at the very edge between two tokens may fall the other way than there."""
     return _draw(logits, temperature, None, None, None, u, pdl)
 
 
