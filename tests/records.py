@@ -112,8 +112,7 @@ def server(record: Record) -> Record:
         c = [a.counts for a in b.answers]
         width = max(len(x.accepted_at) for x in c)
         at = tuple(sum(x.accepted_at[i] for x in c) for i in range(width))
-        dr = tuple(sum(x.drafted_at[i] for x in c) for i in range(width))
-        total = Counts(0, sum(x.drafting_steps for x in c), sum(x.drafted for x in c), sum(x.accepted for x in c), dr, at)
+        total = Counts(0, sum(x.drafting_steps for x in c), sum(x.drafted for x in c), sum(x.accepted for x in c), (), at)
         n = len(b.answers)
         after = ServerCounters(queue_s=107.0 + 0.01 * n, queue_count=7.0 + n, prefill_s=0.2 * n, prefill_count=float(n),
                                decode_s=0.5 * n, decode_count=float(n))  # fmt: skip

@@ -10,7 +10,7 @@ from rich.text import Text
 from forerun.bench.compare import Change, changes, differences, drift, unmatched
 from forerun.bench.record import Record
 from forerun.bench.report import STYLE, interval, lined, listing, number, percent
-from forerun.bench.words import listed, place
+from forerun.bench.words import listed, model_of, place
 from forerun.types import SettingError
 
 HEADER = ("arm", "tokens/s", "change [95 %]", "", "speed-up", "change [95 %]", "", "accepted")
@@ -22,7 +22,7 @@ NOTICED = 0.03  # a baseline that moved by more than that is said to have moved
 
 
 def title(before: Record, after: Record) -> str:
-    return f"{after.settings.model}: {before.started[:16]} against {after.started[:16]}".replace("T", " ")
+    return f"{model_of(after)}: {before.started[:16]} against {after.started[:16]}".replace("T", " ")
 
 
 def headline(made: Sequence[Change], record: Record) -> str:

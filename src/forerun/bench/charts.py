@@ -117,11 +117,9 @@ def drafting(record: Record, every: Sequence[Cell], numbers: dict[str, int]) -> 
 
 def _conditional(cell: Cell) -> list[tuple[float, None, None] | None]:
     """What is drawn of it, in %: not where fewer than FEW drafts got that far, for there it jumps from 0 to 100 at random."""
-    at = cell.counts.accepted_at if cell.counts else []
-    reached = [cell.counts.drafted_at[0], *at] if cell.counts and at else []
     return [
         None if share is None or n < FEW else (100 * share, None, None)
-        for share, n in zip(cell.conditional, reached, strict=False)
+        for share, n in zip(cell.conditional, cell.reached, strict=True)
     ]
 
 

@@ -38,6 +38,7 @@ from forerun.bench.words import (
     headline,
     load_of,
     loads_of,
+    model_of,
     needed,
     place,
     unsettled,
@@ -86,8 +87,8 @@ def page(record: Record) -> str:
     return render(
         "report.html.j2",
         {
-            "name": f"Does speculation pay? {record.settings.model}",
-            "model": record.settings.model,
+            "name": f"Does speculation pay? {model_of(record)}",
+            "model": model_of(record),
             "answer": answer,
             "arms": arms,
             "under": _under(record),
@@ -127,7 +128,7 @@ def _keys(record: Record, numbers: dict[str, int], without: set[str | None]) -> 
 def changes_page(before: Record, others: Sequence[Record]) -> str:
     """The comparison of a run with each of the later ones as a page. Raises SettingError if one has no cell in common."""
     parts = [_compared(before, later) for later in others]
-    return render("changes.html.j2", {"name": f"Runs compared: {before.settings.model}", "parts": parts})
+    return render("changes.html.j2", {"name": f"Runs compared: {model_of(before)}", "parts": parts})
 
 
 def _compared(before: Record, after: Record) -> dict[str, Any]:

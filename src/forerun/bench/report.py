@@ -12,7 +12,7 @@ from rich.text import Text
 from forerun.bench.record import ArmRecord, Record
 from forerun.bench.statistics import Ratio, Spread
 from forerun.bench.summary import Cell, cells, draws
-from forerun.bench.words import about, command, drawn, headline, sentence, title, warnings
+from forerun.bench.words import about, command, drawn, headline, model_of, sentence, title, warnings
 
 POSITIONS = 4  # draft positions shown in a table; the record and the page have them all
 
@@ -66,7 +66,8 @@ def terminal(record: Record, width: int) -> Iterator[RenderableType]:
             if (said := sentence(cell, record)) is not None:
                 yield Text(said, style=STYLE[cell.verdict] if cell.verdict else "")
         yield Text()
-        yield _table([(c, latency_row(c)) for c in of_task], LATENCY if wide else LATENCY[:-1], record)
+        rows = [(c, latency_row(c)) for c in of_task]
+        yield _table(rows, LATENCY if _room([r for _, r in rows], LATENCY) <= width else LATENCY[:-1], record)
     costs = [cost_row(arm, record.settings.arms[0]) for arm in record.settings.arms if arm.facts]
     if costs:
         yield Text()
@@ -78,6 +79,11 @@ def terminal(record: Record, width: int) -> Iterator[RenderableType]:
     yield Text(LATENCY_LEGEND, style="dim")
     for warning in warnings(record):
         yield Text(f"Note: {warning}", style="yellow")
+
+
+def _room(rows: list[list[str]], header: tuple[str, ...]) -> int:
+    """How many columns of a terminal such a table takes, if nothing wraps."""
+    return sum(max(len(value) for value in column) + 1 for column in zip(header, *rows, strict=True)) - 1
 
 
 def _table(rows: list[tuple[Cell, list[str]]], header: tuple[str, ...], record: Record) -> Table:
@@ -109,7 +115,7 @@ def listing(rows: list[list[str]], header: tuple[str, ...], style: dict[str, str
 def markdown(record: Record) -> str:
     """The same for a pull request."""
     answer, arms = headline(record)
-    lines = [f"### Does speculation pay? {record.settings.model}", "", f"**{answer}.**", ""]
+    lines = [f"### Does speculation pay? {model_of(record)}", "", f"**{answer}.**", ""]
     lines += [*[f"- {arm}: {said}." for arm, said in arms], "", title(record), ""]
     several = len(record.settings.loads) > 1
     for task, of_task in by_task(record):

@@ -88,9 +88,20 @@ class Cell:
         return self.counts.joint if self.counts and self.counts.steps else []
 
     @property
+    def reached(self) -> list[int]:
+        """By position: how many drafts got there, their predecessors all accepted. Where an engine does not say how many tokens
+        were drafted at each position, a draft that ended earlier counts as one that was rejected here."""
+        c = self.counts
+        if c is None or not c.accepted_at:
+            return []
+        before = [c.drafted_at[0] if c.drafted_at else c.drafting_steps, *c.accepted_at[:-1]]
+        return [min(b, d) for b, d in zip(before, c.drafted_at or before, strict=True)]
+
+    @property
     def conditional(self) -> list[float | None]:
-        """By position: share accepted of those drafted there whose predecessors were all accepted."""
-        return self.counts.conditional if self.counts else []
+        """By position: share accepted of those that got there; None where none did."""
+        accepted = self.counts.accepted_at if self.counts else []
+        return [a / r if r else None for a, r in zip(accepted, self.reached, strict=True)]
 
     @property
     def accepted_lengths(self) -> list[int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
+from pathlib import PurePath
 
 from forerun.bench.record import ArmRecord, Difference, Load, Record
 from forerun.bench.statistics import Ratio, pairs_needed
@@ -30,10 +31,16 @@ def title(record: Record) -> str:
     dtype = s.arms[0].engine.get("dtype", "")
     engine = versions_of(record)
     return (
-        f"{s.model} {dtype} on {where}. {s.repetitions} repetitions of {loads_of(record)}, "
+        f"{model_of(record)} {dtype} on {where}. {s.repetitions} repetitions of {loads_of(record)}, "
         f"at most {s.max_tokens} output tokens. forerun {v.get('forerun', '?')}, {engine}"
         f"{record.started}, {record.seconds:.0f} s."
     ).replace("  ", " ")
+
+
+def model_of(record: Record) -> str:
+    """The model as it was named; of a folder its own name, which is what another machine has in common with this one."""
+    name = record.settings.model
+    return PurePath(name).name if name.startswith(("/", "~")) else name
 
 
 def loads_of(record: Record) -> str:
