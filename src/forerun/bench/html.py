@@ -191,9 +191,12 @@ def render(template: str, values: dict[str, Any]) -> str:
 def _under(record: Record) -> str:
     m = record.machine
     where = m.accelerator or f"{m.cpu}, {m.cores} cores"
+    engine = versions_of(record).removesuffix(", ")
+    if record.settings.engine == "forerun":
+        engine = f"forerun {record.versions.get('forerun', '?')} with {engine}"
     return (
-        f"{record.settings.engine} on {where}, {record.started[:10]}. {record.settings.repetitions} repetitions of "
-        f"{loads_of(record)} for every task and arm; {versions_of(record).removesuffix(', ')}."
+        f"{engine} on {where}, {record.started[:10]}. {record.settings.repetitions} repetitions of {loads_of(record)} for "
+        "every task and arm."
     )
 
 
@@ -276,14 +279,15 @@ def _of(counts: tuple[int, int] | None) -> str:
 
 
 def _figures(record: Record) -> list[charts.Table]:
-    several, found = len(record.settings.loads) > 1, []
+    """The tables of the terminal, in pieces that a page has room for."""
+    first, found = "arm, load" if len(record.settings.loads) > 1 else "arm", []
+    speeds, drafts = [1, 2, 3, 8, 9], [4, 5, 6, 7]  # of HEADER
     for task, of_task in by_task(record):
-        first = "arm, load" if several else "arm"
-        failed = [f"{c.failures} of {c.requests}" for c in of_task]
-        labels = [charts.label(c, record) for c in of_task]
-        rows = [[lb, f, *row(c)[1:]] for lb, f, c in zip(labels, failed, of_task, strict=True)]
-        found.append(charts.Table(f"{task}: speed and drafting", [first, "failed", *HEADER[1:]], rows))
-        rows = [[lb, f, *latency_row(c)[1:]] for lb, f, c in zip(labels, failed, of_task, strict=True)]
+        heads = [[charts.label(c, record), f"{c.failures} of {c.requests}"] for c in of_task]
+        for name, columns in (("speed", speeds), ("drafting", drafts)):
+            rows = [[*head, *[row(c)[i] for i in columns]] for head, c in zip(heads, of_task, strict=True)]
+            found.append(charts.Table(f"{task}: {name}", [first, "failed", *[HEADER[i] for i in columns]], rows))
+        rows = [[*head, *latency_row(c)[1:]] for head, c in zip(heads, of_task, strict=True)]
         found.append(charts.Table(f"{task}: waiting", [first, "failed", *LATENCY[1:]], rows))
     return found
 
@@ -291,7 +295,7 @@ def _figures(record: Record) -> list[charts.Table]:
 def _settings(record: Record) -> list[tuple[str, str]]:
     s, m = record.settings, record.machine
     shown = [
-        ("Model", s.model),
+        ("Model", model_of(record)),
         ("Engine", s.engine),
         ("Machine", f"{m.cpu}, {m.cores} cores" + (f", {m.memory_bytes / 2**30:.0f} GiB" if m.memory_bytes else "")),
         ("Accelerator", m.accelerator or "none"),
