@@ -98,7 +98,7 @@ class Engine:
             rows = sizes(config.max_num_seqs)
             if captures(target):
                 self.graphs = Graphs(fused_body(target, *parts), lines - 1)
-                self._step = FixedStep(self.graphs.body, policy, width, mirror, rows, self.graphs.run)
+                self._step = FixedStep(self.graphs.body, policy, width, mirror, rows, self.graphs.run, self.graphs.cost)
             else:
                 self._step = FixedStep(Body(target, *parts), policy, width, mirror, rows)
         else:

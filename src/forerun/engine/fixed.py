@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters import Drafter, Rows
-from forerun.engine.policy import Policy
+from forerun.engine.policy import Chances, Policy
 from forerun.engine.scheduler import Plan, PlanRow, Sequence
 from forerun.engine.slots import Slots
 from forerun.engine.step import Committed, Times
@@ -192,29 +192,27 @@ class Body:
 
 class FixedFlight:
     """A step on its way: rows with their reports, which are in host memory once `arrived` returns, and the rows that were
-    in the middle of a prompt. found: is told the longest draft for the next step."""
+    in the middle of a prompt."""
 
     def __init__(
         self,
         parts: list[tuple[list[PlanRow], Report]],
         silent: list[PlanRow],
         arrived: Callable[[], None],
-        found: Callable[[int], None],
         times: Times,
     ) -> None:
         self.times = times
-        self._parts, self._silent, self._arrived, self._found = parts, silent, arrived, found
+        self._parts, self._silent, self._arrived = parts, silent, arrived
 
     def read(self) -> list[Committed]:
         self._arrived()
         committed = [Committed(row, [], 0, []) for row in self._silent]
-        found = 0
         for rows, report in self._parts:
             tokens, counts = report.tokens.tolist(), report.counts.tolist()
-            for i, (row, ids, (count, drafted, size)) in enumerate(zip(rows, tokens, counts, strict=False)):
-                committed.append(Committed(row, ids[:count], drafted, self._logprobs(row, report, i, count)))
-                found = max(found, size)
-        self._found(found)
+            for i, (row, ids, (count, drafted, found)) in enumerate(zip(rows, tokens, counts, strict=False)):
+                noted = self._logprobs(row, report, i, count) if report.noted is not None else []
+                committed.append(Committed(row, ids[:count], drafted, noted))
+                row.sequence.chances.learn(drafted, count - 1, found)
         return committed
 
     @staticmethod
@@ -242,18 +240,18 @@ class FixedStep:
         mirror: Slots,
         sizes: tuple[int, ...],
         run: Callable[[Key, list[int], list[int]], Report] | None = None,
+        cost: Callable[[int, int], float | None] = lambda rows, width: None,
     ) -> None:
         """width: drafts of a row at most. mirror: slots on the host, for a drafter there. sizes: how many rows a decode step
         may have, ascending (what runs is padded up to one of them). run: makes a decode step, graphs.Graphs.run on CUDA;
-        None runs the body as it is."""
+        None runs the body as it is. cost(rows, width): milliseconds of such a step, None if not known."""
         self.body, self.policy, self.width, self.mirror, self.sizes = body, policy, width, mirror, sizes
         self.lag = 0 if body.host_drafter is not None else 1
         self.waits = 0
         self.device = body.slots.length.device
         self.cuda = self.device.type == "cuda"
         self.nobody = len(body.slots.length) - 1  # the slot of the padding
-        self._run = run or self._eager
-        self._found = width  # the longest draft waiting on the device, as far as the host knows
+        self._run, self._cost = run or self._eager, cost
 
     def admit(self, sequence: Sequence) -> None:
         slot, request, lives = sequence.slot, sequence.request, self.body.lives
@@ -293,7 +291,8 @@ class FixedStep:
         at, lives = self._up(slot), self.body.lives
         lives.draft[at, : draft.tokens.shape[1]] = self._up(draft.tokens.tolist())
         lives.draft_size[at] = self._up(draft.size.tolist())
-        self._found = int(draft.size.max())
+        for row, size in zip(rows, draft.size.tolist(), strict=True):
+            row.sequence.chances.found = size
         self.waits += 1
 
     @torch.inference_mode()
@@ -306,8 +305,10 @@ class FixedStep:
         if decoding and self.body.host_drafter is not None and any(row.k for row in decoding):
             self._draft_on_host(decoding)
         if decoding:
-            width = self.policy.step_width(max(row.k for row in decoding), self._found)
-            key = Key(next(n for n in self.sizes if n >= len(decoding)), width, self._features(decoding), self._top(decoding))
+            lines = next(n for n in self.sizes if n >= len(decoding))
+            most, chances = max(row.k for row in decoding), [row.sequence.chances for row in decoding]
+            width = self.width if most and self._worth(lines, chances) else 0
+            key = Key(lines, width, self._features(decoding), self._top(decoding))
             padding = key.rows - len(decoding)
             slot = [row.sequence.slot for row in decoding] + [self.nobody] * padding
             parts.append((decoding, self._run(key, slot, [row.k for row in decoding] + [0] * padding)))
@@ -316,11 +317,11 @@ class FixedStep:
         down = [(rows, self._down(report)) for rows, report in parts]
         silent = [row for row in prompts if not row.samples]
         times = Times(0.0, time.perf_counter() - start, 0.0)
-        return FixedFlight(down, silent, self._mark(), self._note, times)
+        return FixedFlight(down, silent, self._mark(), times)
 
-    def _note(self, found: int) -> None:
-        if self.body.host_drafter is None:
-            self._found = found
+    def _worth(self, lines: int, chances: list[Chances]) -> bool:
+        """Whether a step of so many lines is to verify drafts. What is known of the rows is a step old."""
+        return self.policy.step_width(self.width, chances, lambda width: self._cost(lines, width)) > 0
 
     def _eager(self, key: Key, slot: list[int], k: list[int]) -> Report:
         return self.body.run(key, self._up(slot), self._up(k))

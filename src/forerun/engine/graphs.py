@@ -33,12 +33,14 @@ def fused_body(
 
 
 class Graphs:
-    """seconds and bytes: what capturing has cost so far."""
+    """seconds and bytes: what capturing has cost so far; costs: milliseconds of a replay, by (rows, width), of greedy steps
+    at the shortest contexts."""
 
     def __init__(self, body: Body, nobody: int) -> None:
         self.body, self.nobody = body, nobody
         self.device = body.slots.length.device
         self.seconds, self.bytes = 0.0, 0
+        self.costs: dict[tuple[int, int], float] = {}
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Report]] = {}
         self._inputs: dict[int, Tensor] = {}  # rows -> [2,B], the slots and the most each may draft
         self._now: dict[int, tuple[list[int], list[int]]] = {}  # what these hold
@@ -79,5 +81,24 @@ class Graphs:
             report = self.body.run(key, inputs[0], inputs[1])
         torch.cuda.synchronize(self.device)
         self._graphs[key] = (graph, report)
+        if (key.rows, key.width) not in self.costs:
+            self.costs[key.rows, key.width] = self._time(graph)
         self.seconds += time.perf_counter() - start
         self.bytes += free - torch.cuda.mem_get_info(self.device)[0]
+
+    def cost(self, rows: int, width: int) -> float | None:
+        return self.costs.get((rows, width))
+
+    @staticmethod
+    def _time(graph: torch.cuda.CUDAGraph) -> float:
+        """Milliseconds of a replay, the best of a few."""
+        best = float("inf")
+        for _ in range(4):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(3):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) / 3)
+        return best

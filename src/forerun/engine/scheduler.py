@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from forerun.engine.pages import ROOT, Pages
-from forerun.engine.policy import Policy
+from forerun.engine.policy import Chances, Policy
 from forerun.engine.stats import DraftStats
 from forerun.types import Request
 
@@ -40,6 +40,7 @@ class Sequence:
     laid: int = 0
     admitted_at: float = 0.0
     stats: DraftStats = field(default_factory=DraftStats)
+    chances: Chances = field(default_factory=Chances)
 
     @property
     def generated(self) -> int:
