@@ -206,7 +206,7 @@ def test_a_server_that_does_not_come_up_says_why() -> None:
     with pytest.raises(SettingError, match=r"code 3[\s\S]*the drafter does not fit"):
         asyncio.run(server.start())
     slow = Server(launch(MOCK.replace("ready_seconds = 20", "ready_seconds = 0.3")), ServedArm("arm", None, ("--start", "30")))
-    with pytest.raises(SettingError, match=r"not ready after 0.3 s[\s\S]*engine is starting"):
+    with pytest.raises(SettingError, match=r"not ready after 0.3 s"):
         asyncio.run(slow.start())
     assert not slow.running
     with pytest.raises(SettingError, match="--program"):
