@@ -172,7 +172,8 @@ class Speculation:
 class EngineConfig:
     """How the engine runs.
 
-    max_num_seqs: sequences that decode at once. max_num_batched_tokens: positions of one step, drafts included.
+    max_num_seqs: sequences that decode at once. max_num_batched_tokens: positions of one step, drafts included;
+    None: 2048 on a CPU, 8192 on a GPU.
     max_model_len: None takes the model's. block_size: tokens of a KV page. kv_cache_tokens: tokens that the KV cache
     holds; None takes max_num_seqs sequences of max_model_len, at most a quarter of the free memory.
     dtype: auto (the checkpoint's; bfloat16 on a CPU that multiplies it), float32, bfloat16 or float16.
@@ -183,7 +184,7 @@ class EngineConfig:
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     block_size: int = 16
     kv_cache_tokens: int | None = None
     enable_prefix_caching: bool = True
@@ -191,10 +192,11 @@ class EngineConfig:
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
+        tokens = self.max_num_batched_tokens or 2048
         require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
+            tokens >= self.max_num_seqs,
             "max_num_batched_tokens",
-            self.max_num_batched_tokens,
+            tokens,
             f"give at least max_num_seqs ({self.max_num_seqs}): every sequence gets a token in each step",
         )
         require(
@@ -209,9 +211,9 @@ class EngineConfig:
         require(self.block_size in (8, 16, 32, 64, 128), "block_size", self.block_size, "give 8, 16, 32, 64 or 128")
         k = self.speculation.num_speculative_tokens if self.speculation else 0
         require(
-            self.max_num_batched_tokens >= k + 1,
+            tokens >= k + 1,
             "max_num_batched_tokens",
-            self.max_num_batched_tokens,
+            tokens,
             f"give at least num_speculative_tokens + 1 ({k + 1})",
         )
         require(

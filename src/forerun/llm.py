@@ -120,7 +120,7 @@ class LLM:
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
         enable_prefix_caching: bool = True,

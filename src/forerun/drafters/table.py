@@ -50,7 +50,7 @@ def _draft_model(s: Speculation, e: Surroundings) -> Drafter:
     vocab = min(e.vocab, e.model.config.vocab_size)
     sampled = s.draft_sample_method == "probabilistic"
     if not e.fixed:
-        return DraftModel(e.model, kv, e.slots, e.sampling, vocab, limit, e.config.max_num_batched_tokens, sampled)
+        return DraftModel(e.model, kv, e.slots, e.sampling, vocab, limit, e.config.max_num_batched_tokens or 2048, sampled)
     longest = e.config.max_model_len or limit
     remedy = f"on a GPU the drafter must take the target's context; give max_model_len={limit} to the engine"
     require(longest <= limit and e.slots.tokens.shape[1] <= limit + PADDING, "max_model_len", longest, remedy)

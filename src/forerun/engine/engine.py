@@ -72,6 +72,7 @@ class Engine:
         limit = target.max_positions
         require(self.max_model_len <= limit, "max_model_len", self.max_model_len, f"the model takes at most {limit}")
         device = target.device
+        self.budget = config.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
         width = speculation.num_speculative_tokens if speculation else 0
         tokens = config.kv_cache_tokens or self._default_kv_tokens(target)
         pages = Pages(tokens // config.block_size, config.block_size, config.enable_prefix_caching)
@@ -86,7 +87,7 @@ class Engine:
         policy = Policy(speculation)
         beyond = width + 1 if fixed and self.drafter is not None and self.drafter.needs.kv_layers else 0
         widest = self.slots.block_table.shape[1]
-        budget = config.max_num_batched_tokens
+        budget = self.budget
         self.scheduler = Scheduler(pages, policy, config.max_num_seqs, budget, beyond, widest)
         block = speculation is not None and speculation.rejection_sample_method == "block"
         self._step: Stepper
@@ -138,7 +139,7 @@ class Engine:
             "device": str(self.slots.length.device),
             "max_model_len": self.max_model_len,
             "max_num_seqs": c.max_num_seqs,
-            "max_num_batched_tokens": c.max_num_batched_tokens,
+            "max_num_batched_tokens": self.budget,
             "block_size": c.block_size,
             "kv_cache_tokens": self.kv_tokens,
             "enable_prefix_caching": c.enable_prefix_caching,

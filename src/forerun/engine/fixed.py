@@ -252,6 +252,7 @@ class FixedStep:
         self.cuda = self.device.type == "cuda"
         self.nobody = len(body.slots.length) - 1  # the slot of the padding
         self._run, self._cost = run or self._eager, cost
+        self._last: tuple[list[tuple[int, int, str]], tuple[Features, int]] = ([], (GREEDY, -1))
 
     def admit(self, sequence: Sequence) -> None:
         slot, request, lives = sequence.slot, sequence.request, self.body.lives
@@ -308,7 +309,7 @@ class FixedStep:
             lines = next(n for n in self.sizes if n >= len(decoding))
             most, chances = max(row.k for row in decoding), [row.sequence.chances for row in decoding]
             width = self.width if most and self._worth(lines, chances) else 0
-            key = Key(lines, width, self._features(decoding), self._top(decoding))
+            key = Key(lines, width, *self._asked(decoding))
             padding = key.rows - len(decoding)
             slot = [row.sequence.slot for row in decoding] + [self.nobody] * padding
             parts.append((decoding, self._run(key, slot, [row.k for row in decoding] + [0] * padding)))
@@ -334,18 +335,19 @@ class FixedStep:
         through = at([row.samples for row in rows])
         batch = self.body.slots.batch(slot, begin, count, (np.cumsum(count) - 1)[through])
         ended = [row for row in rows if row.samples]
-        key = Key(len(ended), 0, self._features(ended), self._top(ended))
+        key = Key(len(ended), 0, *self._asked(ended))
         report = self.body.prefill(key, batch, self._up(slot[through].tolist()), self._up((begin + count)[through].tolist()))
         return ended, report
 
-    def _features(self, rows: list[PlanRow]) -> Features:
-        return self.body.sampling.features({row.sequence.slot for row in rows})
-
-    @staticmethod
-    def _top(rows: list[PlanRow]) -> int:
-        wanted = [row.sequence.request.params.logprobs for row in rows]
-        most = max((top for top in wanted if top is not None), default=-1)
-        return next(n for n in (-1, 0, 5, 20, 100) if n >= most)
+    def _asked(self, rows: list[PlanRow]) -> tuple[Features, int]:
+        """What these rows' requests ask for: the sampling features they use, and how many logprobs (a few sizes only).
+        Remembered until other rows come: steps of the same rows follow each other."""
+        turns = [(row.sequence.slot, row.turn, row.sequence.request.id) for row in rows]
+        if turns != self._last[0]:
+            wanted = [top for row in rows if (top := row.sequence.request.params.logprobs) is not None]
+            top = next(n for n in (-1, 0, 5, 20, 100) if n >= max(wanted, default=-1))
+            self._last = (turns, (self.body.sampling.features({slot for slot, _, _ in turns}), top))
+        return self._last[1]
 
     def _lay_pages(self, rows: list[PlanRow]) -> None:
         """Write the pages that sequences got since last time into their block tables."""
