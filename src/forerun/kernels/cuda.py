@@ -69,7 +69,7 @@ class CudaKernels:
         self, device: torch.device | str, width: int | None = None, context: int = 0, arrived: Tensor | None = None
     ) -> None:
         self.width, self.context = width, context
-        self.few = FEW_TOKENS  # up to so many tokens the products are Triton's
+        self.few = few  # up to so many tokens the products are Triton's
         self.device = torch.device(device)
         # counts the programs of an attention launch that are done, for each row and key head; every launch leaves it zero
         self.arrived = torch.zeros(1 << 16, dtype=torch.int32, device=self.device) if arrived is None else arrived
@@ -80,9 +80,7 @@ class CudaKernels:
         The bound sizes the launch; a short context in it is found out on the device and costs little."""
         require(1 <= width <= 128, "width", width, "give 1 to 128 tokens a row")
         require(context >= 1, "context", context, "give the longest context of the step, for instance 4096")
-        bounded = CudaKernels(self.device, width, context, self.arrived)
-        bounded.few = self.few
-        return bounded
+        return CudaKernels(self.device, width, context, self.arrived, self.few)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] > self.few:

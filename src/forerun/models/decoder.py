@@ -71,7 +71,7 @@ class Target:
         device = torch.device(device)
         dtype = choose_dtype(dtype, config, device) if isinstance(dtype, str) else dtype
         weights = loading.load(Path(folder), config, dtype, device)
-        return cls(config, weights, kernels or choose_kernels(dtype, device), max_positions)
+        return cls(config, weights, kernels or choose_kernels(dtype, device, config.hidden_size), max_positions)
 
     @classmethod
     def random(
@@ -80,7 +80,7 @@ class Target:
     ) -> Target:
         """Of this shape, with random weights."""
         device = torch.device(device)
-        return cls(config, loading.random(config, dtype, device, seed), kernels or choose_kernels(dtype, device))
+        return cls(config, loading.random(config, dtype, device, seed), kernels or choose_kernels(dtype, device, config.hidden_size))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -134,12 +134,12 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
     return known[config.dtype]
 
 
-def choose_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
-    """The fastest kernels there are for this dtype and device."""
+def choose_kernels(dtype: torch.dtype, device: torch.device, hidden: int) -> Kernels:
+    """The fastest kernels there are for this dtype and device, and a model so wide."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        from forerun.kernels.cuda import CudaKernels  # needs triton, which comes with torch for CUDA
+        from forerun.kernels.cuda import CudaKernels, few_tokens  # needs triton, which comes with torch for CUDA
 
-        return CudaKernels(device)
+        return CudaKernels(device, few=few_tokens(hidden))
     if device.type != "cpu":
         return reference
     from forerun.kernels import cpu  # looks for a compiler
