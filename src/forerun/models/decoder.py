@@ -80,7 +80,8 @@ class Target:
     ) -> Target:
         """Of this shape, with random weights."""
         device = torch.device(device)
-        return cls(config, loading.random(config, dtype, device, seed), kernels or choose_kernels(dtype, device, config.hidden_size))
+        kernels = kernels or choose_kernels(dtype, device, config.hidden_size)
+        return cls(config, loading.random(config, dtype, device, seed), kernels)
 
     @property
     def kv_bytes_per_token(self) -> int:
