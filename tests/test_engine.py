@@ -191,7 +191,7 @@ class Dictated:
 
     def __init__(self, target: Target, script: Sequence[int], prompt: int) -> None:
         self._target, self._script, self._prompt = target, script, prompt
-        for name in ("config", "dtype", "device", "max_positions", "kv_bytes_per_token", "kv_cache", "kernels"):
+        for name in ("config", "dtype", "device", "max_positions", "kv_bytes_per_token", "kv_cache", "kernels", "vocab"):
             setattr(self, name, getattr(target, name))
 
     def forward(self, batch, kv, layers=(), kernels=None, x=None):  # type: ignore[no-untyped-def]
@@ -359,3 +359,21 @@ def test_an_id_in_use_is_refused(folder: Path, target: Target) -> None:
     it.add(request("a", [5]))
     with pytest.raises(SettingError, match="in use"):
         it.add(request("a", [6]))
+
+
+@FIXED
+def test_greedy_rows_are_undisturbed_by_sampled_ones(folder: Path, target: Target, fixed: bool) -> None:
+    """Temperatures 0, 1e-6, 1e-4 and .7 in one batch: the greedy rows equal their solo run, and nothing is NaN."""
+    temperatures = [0.0, 1e-6, 1e-4, 0.7] * 2
+    requests = [
+        request(str(i), p, temperature=t, seed=i, max_tokens=20, stop_ids=())
+        for i, (p, t) in enumerate(zip(prompts(8, 7), temperatures, strict=True))
+    ]
+    solo = {}
+    for one in requests:
+        solo |= run(engine(folder, target), [one])
+    answers = run(speculative(folder, target, solo, 4, lambda: 2, fixed=fixed), requests)
+    assert {n: a.ids for n, a in answers.items()} == {n: a.ids for n, a in solo.items()}
+    greedy = run(engine(folder, target), [replace(r, params=replace(r.params, temperature=0.0)) for r in requests])
+    nearly = [r.id for r in requests if r.params.temperature < 1e-3]
+    assert [answers[n].ids for n in nearly] == [greedy[n].ids for n in nearly]

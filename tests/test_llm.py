@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from forerun.llm import LLM
+from forerun.models.decoder import Target
 from forerun.types import SamplingParams, SettingError
-from tests.tiny import tiny_model
+from tests.tiny import VOCAB, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -172,3 +173,22 @@ def test_max_tokens_none_takes_what_the_context_leaves(loaded) -> None:  # type:
     it = llm(loaded, max_model_len=32)
     done = it.generate([[5] * 10], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0]
     assert len(done.token_ids) == 22 and done.completions[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
+def test_padding_of_the_vocabulary_is_never_emitted_or_drafted(tmp_path: Path, method: str | None) -> None:
+    """A checkpoint with 40 ids more than its tokenizer, and a drafter with 80 more."""
+    folder, drafter = (
+        tiny_model(tmp_path / "target", vocab=VOCAB + 40),
+        tiny_model(tmp_path / "drafter", vocab=VOCAB + 80, seed=1),
+    )
+    unlimited = Target.load(folder)
+    assert unlimited.vocab == VOCAB + 40
+    config = None if method is None else {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        config = {"method": method, "num_speculative_tokens": 3, "model": str(drafter), "draft_sample_method": "probabilistic"}
+    it = LLM(folder, speculative_config=config, kv_cache_tokens=2048)
+    params = SamplingParams(temperature=5.0, max_tokens=60, ignore_eos=True, logprobs=5, seed=1, n=3)
+    for done in it.generate("the thing", params)[0].completions:
+        assert max(done.token_ids) < VOCAB
+        assert done.logprobs is not None and max(i for p in done.logprobs for i, _ in p.top) < VOCAB

@@ -170,7 +170,9 @@ class LLM:
         """Resolve, fetch if need be, and load a model and its tokenizer once, to be shared."""
         folder = hub.resolve(model)
         where = torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
-        return LoadedModel(str(model or hub.DEFAULT), folder, Target.load(folder, dtype, where), Tokenizer(folder))
+        target, tokenizer = Target.load(folder, dtype, where), Tokenizer(folder)
+        target.keep_vocabulary(tokenizer.size)
+        return LoadedModel(str(model or hub.DEFAULT), folder, target, tokenizer)
 
     def settings(self) -> dict[str, Any]:
         """Every setting in force, defaults filled in."""

@@ -47,7 +47,7 @@ def _draft_model(s: Speculation, e: Surroundings) -> Drafter:
     limit = s.max_model_len or most
     require(limit <= most, "max_model_len", limit, f"the drafter takes at most {most}")
     kv = e.model.kv_cache(e.kv.pages, e.kv.block_size)
-    vocab = min(e.vocab, e.model.config.vocab_size)
+    vocab = min(e.vocab, e.model.vocab)
     sampled = s.draft_sample_method == "probabilistic"
     if not e.fixed:
         return DraftModel(e.model, kv, e.slots, e.sampling, vocab, limit, e.config.max_num_batched_tokens or 2048, sampled)

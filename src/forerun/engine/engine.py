@@ -66,7 +66,7 @@ class Engine:
     ) -> None:
         """make_drafter builds the drafter on the engine's own state; detokenizer makes a fresh one for each request;
         fixed: make steps of fixed shape, read one late (None: on CUDA)."""
-        model, speculation = target.config, config.speculation
+        speculation = config.speculation
         self.config = config
         self.max_model_len = config.max_model_len or target.max_positions
         limit = target.max_positions
@@ -79,7 +79,7 @@ class Engine:
 
         lines = config.max_num_seqs + 1  # the last one is nobody's, for padding
         self.slots = Slots(lines, self.max_model_len + width + 1, pages.needed(self.max_model_len + width), device)
-        self.sampling = SamplingState(self.slots.tokens, self.slots.length, model.vocab_size)
+        self.sampling = SamplingState(self.slots.tokens, self.slots.length, target.vocab)
         self.kv = target.kv_cache(pages.count + 1, config.block_size)
         fixed = device.type == "cuda" if fixed is None else fixed
         mirror = Slots(lines, self.slots.tokens.shape[1], 1, torch.device("cpu")) if fixed else self.slots
@@ -94,7 +94,7 @@ class Engine:
         self.graphs: Graphs | None = None
         if fixed:
             probs = speculation is not None and speculation.draft_sample_method == "probabilistic"
-            lives = Lives(self.slots, width, model.vocab_size, probs)
+            lives = Lives(self.slots, width, target.vocab, probs)
             parts = (self.kv, self.slots, self.sampling, lives, self.drafter, block)
             rows = sizes(config.max_num_seqs)
             if captures(target):
@@ -106,7 +106,7 @@ class Engine:
             self._step = RaggedStep(target, self.kv, self.slots, self.sampling, self.drafter, block)
         self._flights: deque[Flight] = deque()
         self.stats = EngineStats()
-        self._vocab = model.vocab_size
+        self._vocab = target.vocab
         self._detokenizer = detokenizer
         self._live: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}

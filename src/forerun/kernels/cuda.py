@@ -57,8 +57,9 @@ TUNED: dict[tuple[int, int, bool], Tiles] = {
 def choose(weight: Tensor, gate: bool = False) -> Tiles:
     """How to cut the product with a weight [n,k] ([2n,k] with gate)."""
     n, k = weight.shape[0] // 2 if gate else weight.shape[0], weight.shape[1]
-    if (n, k, gate) in TUNED:
-        return TUNED[n, k, gate]
+    for (tuned_n, tuned_k, tuned_gate), tiles in TUNED.items():
+        if (tuned_k, tuned_gate) == (k, gate) and abs(tuned_n - n) * 100 <= tuned_n:  # a head cut to the tokenizer's ids
+            return tiles
     if k <= 2048:
         for columns in (8, 16, 32):
             if n <= columns * 264:

@@ -45,7 +45,7 @@ class KVCache:
 
 
 class Target:
-    """A model that is ready to run. bytes: what its weights take in memory."""
+    """A model that is ready to run. bytes: what its weights take in memory; vocab: how many ids it gives logits for."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, max_positions: int | None = None) -> None:
         self.config = config
@@ -54,6 +54,7 @@ class Target:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.bytes = sum(t.numel() * t.element_size() for t in weights.tensors())
+        self.vocab = config.vocab_size
         self.max_positions = min(max_positions or config.max_positions, config.max_positions)
         self.cos, self.sin = rope.tables(config.rope, config.head_dim, self.max_positions + PADDING, self.device)
         heads = (config.heads, config.kv_heads, config.head_dim)
@@ -82,6 +83,12 @@ class Target:
         device = torch.device(device)
         kernels = kernels or choose_kernels(dtype, device, config.hidden_size)
         return cls(config, loading.random(config, dtype, device, seed), kernels)
+
+    def keep_vocabulary(self, size: int) -> None:
+        """Give no logits for ids from `size` on. A checkpoint's vocabulary is often padded past the tokenizer's; what the
+        padding would say is never computed, so it can be neither emitted nor drafted."""
+        self.vocab = min(size, self.config.vocab_size)
+        self.weights = self.weights._replace(head=self.weights.head[: self.vocab])
 
     @property
     def kv_bytes_per_token(self) -> int:
