@@ -4,8 +4,9 @@
 
 The server runs on another core and knows when it sent each chunk. The client may use one core only, and every figure is
 held against the script: number of tokens, time to first token, time per output token, end to end, the chunk gaps, and the
-throughput. All requests are due at the same moment, the worst case for the time to the first token, which the script sets
-at half a second. Printed is by how much each is off, at the median and at the 99th percentile of the streams, and how long
+throughput. Two cases: requests due a hundredth of a second apart, and all of them due at the same moment, which is the worst
+case for the time to the first token: what each costs to send is time that the last one is late. The script sets that time at
+half a second. Printed is by how much each is off, at the median and at the 99th percentile of the streams, and how long
 after a chunk was written it was seen. As in any run, a warm-up batch has opened the connections.
 """
 
@@ -49,7 +50,9 @@ def serve(core: int) -> None:
     asyncio.run(go())
 
 
-async def measure(ports: list[int], streams: int, chunks: int) -> tuple[tuple[Answer, ...], float, float, list[float]]:
+async def measure(
+    ports: list[int], streams: int, chunks: int, apart_s: float
+) -> tuple[tuple[Answer, ...], float, float, list[float]]:
     """The answers, the wall time, the processor time of this process, and when each chunk was seen."""
     endpoints = [
         await HttpEndpoint(Address(f"http://127.0.0.1:{p}", "target", DIALECTS["vllm"])).__aenter__() for p in ports
@@ -63,12 +66,14 @@ async def measure(ports: list[int], streams: int, chunks: int) -> tuple[tuple[An
                 yield piece
 
     seen: list[float] = []
-    shape = Load(concurrency=streams, requests=streams)
-    await load.drive(Shared(), [Ask(str(i), 2, text="x") for i in range(streams)], shape, None)  # type: ignore[arg-type]
+    shape = Load("trace" if apart_s else "concurrency", streams, requests=streams)
+    due = [apart_s * i for i in range(streams)] if apart_s else None
+    warm = Load(concurrency=streams, requests=streams)
+    await load.drive(Shared(), [Ask(str(i), 2, text="x") for i in range(streams)], warm, None)  # type: ignore[arg-type]
     seen.clear()
     asks = [Ask(str(i), chunks, text="x") for i in range(streams)]
     busy = time.process_time()
-    answers, wall = await load.drive(Shared(), asks, shape, None)  # type: ignore[arg-type]
+    answers, wall = await load.drive(Shared(), asks, shape, due)  # type: ignore[arg-type]
     busy = time.process_time() - busy
     for endpoint in endpoints:
         await endpoint.__aexit__()
@@ -81,7 +86,7 @@ def off(values: list[float], truth: float) -> dict[str, float]:
     return {"median": statistics.median(errors), "p99": errors[int(0.99 * (len(errors) - 1))], "worst": errors[-1]}
 
 
-def run(streams: int) -> dict[str, object]:
+def run(streams: int, apart_s: float) -> dict[str, object]:
     chunks = int(RATE * SECONDS)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     others = cores[1:] or cores
@@ -93,7 +98,7 @@ def run(streams: int) -> dict[str, object]:
     ports = [int(s.stdout.readline()) for s in servers]  # type: ignore[union-attr]
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {cores[0]})
-    answers, wall, busy, seen = asyncio.run(measure(ports, streams, chunks))
+    answers, wall, busy, seen = asyncio.run(measure(ports, streams, chunks, apart_s))
     sent: list[list[float]] = []
     for server in servers:
         said = json.loads(server.communicate("\n")[0])
@@ -101,6 +106,7 @@ def run(streams: int) -> dict[str, object]:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(cores))
     whole = FIRST_S + (chunks - 1) / RATE
+    whole_run = whole + apart_s * (streams - 1)
     good = [a for a in answers if not a.failed]
     gaps = [g for a in good for g in latency.chunk_gaps(a)]
     server_gaps = [(t[-1] - t[0]) / (len(t) - 1) for t in sent]
@@ -109,6 +115,7 @@ def run(streams: int) -> dict[str, object]:
     return {
         "streams": streams,
         "chunks_per_second_each": RATE,
+        "requests_due_apart_s": apart_s,
         "failed": len(answers) - len(good),
         "tokens_missing": streams * chunks - sum(a.tokens for a in good),
         "client_core_busy_percent": 100 * busy / wall,
@@ -117,7 +124,7 @@ def run(streams: int) -> dict[str, object]:
             "e2e": off([a.e2e_s for a in good], whole),
             "ttft": off([a.ttft_s for a in good], FIRST_S),
             "chunk_gap_mean": off([statistics.fmean(gaps)], 1 / RATE),
-            "tokens_per_second": off([sum(a.tokens for a in good) / wall], streams * chunks / whole),
+            "tokens_per_second": off([sum(a.tokens for a in good) / wall], streams * chunks / whole_run),
         },
         "ttft_late_ms": {"median": 1000 * (statistics.median(a.ttft_s for a in good) - FIRST_S)},
         "chunk_gap_ms": {
@@ -146,7 +153,7 @@ def main() -> None:
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "load_average_before": os.getloadavg()[0],
-        "runs": [run(args.streams) for _ in range(args.repetitions)],
+        "runs": [run(args.streams, apart_s) for apart_s in (0.01, 0.0) for _ in range(args.repetitions)],
     }
     text = json.dumps(result, indent=1)
     print(text)

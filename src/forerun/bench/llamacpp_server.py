@@ -5,6 +5,7 @@ of its own: it runs under the Python that has that package, which need not have 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import threading
 
@@ -34,8 +35,8 @@ def main() -> None:
     params.hostnames, params.port = [args.host], args.port
     params.n_ctx, params.n_parallel = args.ctx_size, args.parallel
     params.endpoint_metrics = True
-    if args.threads:
-        params.cpuparams.n_threads = args.threads
+    # the package's own default is 4, whatever the machine has; llama-server takes one for each core
+    params.cpuparams.n_threads = args.threads or (os.cpu_count() or 1)
     if args.spec_type != "none":
         name = f"COMMON_SPECULATIVE_TYPE_{args.spec_type.replace('-', '_').upper()}"
         params.speculative.types = [getattr(xllamacpp.common_speculative_type, name)]

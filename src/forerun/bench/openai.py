@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from forerun.bench.endpoint import Ask, Piece, RequestFailed, TokenLogprob
 from forerun.bench.metrics import READERS, counters_of, kv_tokens_of
 from forerun.bench.record import Counts, Facts, ServerCounters
 from forerun.bench.sse import Event, EventReader
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +77,17 @@ class HttpEndpoint:
     def __init__(self, address: Address, clock: Callable[[], float] = time.perf_counter) -> None:
         self.address, self._clock = address, clock
         self._session: aiohttp.ClientSession | None = None
+        # when many requests are due at once, what each costs here is time that the last one is late
+        self._urls = {path: URL(address.root + path) for path in (CHAT, COMPLETIONS)}
 
     async def __aenter__(self) -> HttpEndpoint:
         # no limit on connections: with one, a request would wait in the client and the wait would look like the server's
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         self._session = aiohttp.ClientSession(
-            connector=connector, headers=dict(self.address.headers), timeout=aiohttp.ClientTimeout(total=self.address.timeout_s)
+            connector=connector,
+            headers={"Content-Type": "application/json", **self.address.headers},
+            timeout=aiohttp.ClientTimeout(total=self.address.timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self
 
@@ -95,7 +103,7 @@ class HttpEndpoint:
         seen = _Seen()
         reader = EventReader()
         try:
-            async with self._session.post(self.address.root + path, json=body) as response:
+            async with self._session.post(self._urls[path], data=json.dumps(body).encode()) as response:
                 if response.status != 200:
                     said = (await response.text())[:300].replace("\n", " ")
                     raise RequestFailed(f"HTTP {response.status}: {said}")
@@ -130,12 +138,12 @@ class HttpEndpoint:
         if ask.prediction is not None:
             body["prediction"] = {"type": "content", "content": ask.prediction}
         if ask.messages is not None:
-            path = "/v1/chat/completions"
+            path = CHAT
             body["messages"] = list(ask.messages)
             if ask.logprobs is not None:
                 body["logprobs"], body["top_logprobs"] = True, ask.logprobs
         else:
-            path = "/v1/completions"
+            path = COMPLETIONS
             body["prompt"] = ask.text if ask.ids is None else list(ask.ids)
             if ask.logprobs is not None:
                 body["logprobs"] = ask.logprobs
