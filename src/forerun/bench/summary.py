@@ -77,8 +77,8 @@ class Cell:
 
     @property
     def drafted_share(self) -> float | None:
-        """Share of verify steps that had a draft; None where nothing was drafted."""
-        if not self.counts or not self.counts.drafted or not self.counts.steps:
+        """Share of verify steps that had a draft; None where nothing was drafted, and where the engine does not count them."""
+        if not self.counts or not self.counts.drafted or not self.counts.steps or not self.counts.drafting_steps:
             return None
         return self.counts.drafting_steps / self.counts.steps
 
@@ -105,8 +105,9 @@ class Cell:
 
     @property
     def accepted_lengths(self) -> list[int]:
-        """How many verify steps had exactly 0, 1, 2, ... drafted tokens accepted. Empty where nothing was drafted."""
-        if not self.counts or not self.counts.steps or not self.counts.drafted:
+        """How many verify steps had exactly 0, 1, 2, ... drafted tokens accepted. Empty where nothing was drafted, and where
+        the engine does not count by position."""
+        if not self.counts or not self.counts.steps or not self.counts.drafted or not self.counts.accepted_at:
             return []
         at_least = [self.counts.steps, *self.counts.accepted_at, 0]
         return [a - b for a, b in itertools.pairwise(at_least)]
