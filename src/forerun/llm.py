@@ -163,6 +163,7 @@ class LLM:
             return TABLE[speculation.method](speculation, around)
 
         self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(self.tokenizer))
+        self.engine.warm_up()
         self._numbers = itertools.count()
 
     @staticmethod

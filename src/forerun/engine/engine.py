@@ -132,7 +132,7 @@ class Engine:
         return self.scheduler.pages.count * self.config.block_size
 
     def settings(self) -> dict[str, Any]:
-        """What is in force, every default filled in."""
+        """What is in force, every default filled in; graphs: what capturing them has cost, None where there are none."""
         c = self.config
         return {
             "dtype": str(self.kv.keys[0].dtype).removeprefix("torch."),
@@ -146,6 +146,7 @@ class Engine:
             "seed": c.seed,
             "threads": torch.get_num_threads(),
             "speculative_config": c.speculation.effective() if c.speculation else None,
+            "graphs": {"seconds": self.graphs.seconds, "bytes": self.graphs.bytes} if self.graphs is not None else None,
         }
 
     def add(self, request: Request) -> Sequence:
