@@ -177,7 +177,9 @@ class EngineConfig:
     max_model_len: None takes the model's. block_size: tokens of a KV page. kv_cache_tokens: tokens that the KV cache
     holds; None takes max_num_seqs sequences of max_model_len, at most a quarter of the free memory.
     dtype: auto (the checkpoint's; bfloat16 on a CPU that multiplies it), float32, bfloat16 or float16.
-    seed: seeds the requests that bring none. Raises SettingError.
+    seed: seeds the requests that bring none. adaptive_drafts: draft no more than pays, by what steps cost and what became of
+    earlier drafts (off: always as much as num_speculative_tokens allows; drawn drafts are never adapted on a CPU, so that
+    a seed repeats them). Raises SettingError.
     """
 
     dtype: str = "auto"
@@ -189,6 +191,7 @@ class EngineConfig:
     kv_cache_tokens: int | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
+    adaptive_drafts: bool = True
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:

@@ -125,6 +125,7 @@ class LLM:
         kv_cache_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        adaptive_drafts: bool = True,
     ) -> None:
         """model: a local folder, a Hugging Face id, a GGUF file, the default model (None), or a model already loaded
         with LLM.load. speculative_config: vLLM's keys, as a mapping or its JSON; None decodes without drafts. The other
@@ -139,6 +140,7 @@ class LLM:
             kv_cache_tokens,
             enable_prefix_caching,
             seed,
+            adaptive_drafts,
             Speculation.parse(speculative_config),
         )
         loaded = model if isinstance(model, LoadedModel) else LLM.load(model, dtype, device)

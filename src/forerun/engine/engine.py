@@ -16,17 +16,18 @@ from forerun.drafters import Drafter
 from forerun.engine.fixed import Body, FixedStep, Key, Lives, sizes
 from forerun.engine.graphs import Graphs, captures, fused_body
 from forerun.engine.pages import Pages
-from forerun.engine.policy import Policy
+from forerun.engine.policy import Costs, Policy
 from forerun.engine.scheduler import Scheduler, Sequence
 from forerun.engine.slots import Slots
 from forerun.engine.stats import DraftStats
-from forerun.engine.step import Committed, Flight, RaggedStep, Stepper, Times
+from forerun.engine.step import Committed, Flight, RaggedStep, Times
 from forerun.engine.text import Detokenizer, TextStream
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
 from forerun.verify.sampling import SamplingState, check_request
 
 KV_SHARE = 0.85  # of a GPU's free memory; the rest is for graphs and for prompts on their way
+MEASURED = 64  # positions up to which the cost of a step is measured
 MakeDrafter = Callable[[Slots, Slots, SamplingState, KVCache, bool], Drafter | None]  # see drafters/table.py
 
 
@@ -90,7 +91,7 @@ class Engine:
         budget = self.budget
         self.scheduler = Scheduler(pages, policy, config.max_num_seqs, budget, beyond, widest)
         block = speculation is not None and speculation.rejection_sample_method == "block"
-        self._step: Stepper
+        self._step: FixedStep | RaggedStep
         self.graphs: Graphs | None = None
         if fixed:
             probs = speculation is not None and speculation.draft_sample_method == "probabilistic"
@@ -120,11 +121,16 @@ class Engine:
         return max(min(whole, affordable), self.max_model_len) + self.config.block_size
 
     def warm_up(self) -> None:
-        """Capture the steps of greedy decoding, so that no request waits for it. Nothing to do without graphs."""
-        if self.graphs is not None and isinstance(self._step, FixedStep):
-            for rows in self._step.sizes:
-                for width in sorted({0, self._step.width}):
-                    self.graphs.capture(Key(rows, width))
+        """Before the first request: capture the steps of greedy decoding where there are graphs; else, if drafts are to be
+        no longer than pays, measure what steps cost."""
+        speculation = self.config.speculation
+        if isinstance(self._step, FixedStep):
+            if self.graphs is not None:
+                for rows in self._step.sizes:
+                    for width in sorted({0, self._step.width}):
+                        self.graphs.capture(Key(rows, width))
+        elif speculation is not None and self.config.adaptive_drafts and speculation.draft_sample_method == "greedy":
+            self.scheduler.policy.costs = Costs(self._step.measure(MEASURED))
 
     @property
     def kv_tokens(self) -> int:
@@ -143,6 +149,7 @@ class Engine:
             "block_size": c.block_size,
             "kv_cache_tokens": self.kv_tokens,
             "enable_prefix_caching": c.enable_prefix_caching,
+            "adaptive_drafts": c.adaptive_drafts,
             "seed": c.seed,
             "threads": torch.get_num_threads(),
             "speculative_config": c.speculation.effective() if c.speculation else None,

@@ -3,13 +3,15 @@
 A draft may never run past what the request can still take: a step commits at most k + 1 tokens, so k is at most one
 less than that. Under load a verify step stops being nearly free, which is what the schedule by batch size is for.
 
-Where all rows of a step have the same width (on CUDA), the width is what pays: the tokens that the drafts are expected to
-bring, against what the wider step costs. Both are measured, the costs when the steps are captured, a row's chances from
-what became of its drafts.
+And no more than pays: a step's tokens are expected to rise by what the drafts' chances say, its time by what was measured for
+so many positions when the engine started; drafted is what makes most tokens a second of both. A row's chances come from what
+became of its drafts. Where all rows of a step have the same width (on CUDA) that is a choice between widths, elsewhere
+between single drafts, the likeliest first (the goodput rule of Liu et al. 2406.14066).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from forerun.config import Speculation
@@ -28,11 +30,11 @@ class Chances:
         self.found: int | None = None  # None: not known yet
         self.rate = PRIOR
 
-    def learn(self, drafted: int, accepted: int, found: int) -> None:
+    def learn(self, drafted: int, accepted: int, found: int | None) -> None:
         """A step verified so many of its draft tokens and accepted the first of them; `found` wait for the next."""
         if drafted:
             self.rate = MEMORY * self.rate + (1 - MEMORY) * accepted / drafted
-        elif self.found:
+        elif self.found != 0:  # there was a draft, or may have been
             self.rate += RETURN * (PRIOR - self.rate)
         self.found = found
 
@@ -42,8 +44,25 @@ class Chances:
         return float(n) if self.rate >= 1 else self.rate * (1 - self.rate**n) / (1 - self.rate)
 
 
+class Costs:
+    """Seconds of a step by its positions, from a few measured points; straight lines between and behind them."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        """points: (positions, seconds), at least two, by positions."""
+        self._at = [float(n) for n, _ in points]
+        self._seconds: list[float] = []
+        for _, seconds in points:  # noise must not make more positions look cheaper
+            self._seconds.append(max([seconds, *self._seconds[-1:]]))
+
+    def __call__(self, positions: int) -> float:
+        i = min(max(bisect_left(self._at, positions), 1), len(self._at) - 1)
+        (a, b), (low, high) = self._at[i - 1 : i + 1], self._seconds[i - 1 : i + 1]
+        return low + (high - low) * (positions - a) / (b - a)
+
+
 class Policy:
     def __init__(self, speculation: Speculation | None) -> None:
+        self.costs: Costs | None = None  # set once they are measured; until then drafts are as long as they may be
         self._k = speculation.num_speculative_tokens if speculation else 0
         self._schedule = speculation.num_speculative_tokens_per_batch_size if speculation else None
 
@@ -57,6 +76,26 @@ class Policy:
     def k(self, running: int, remaining: int) -> int:
         """For a row that can still take `remaining` tokens (at least 1)."""
         return min(self.width(running), remaining - 1)
+
+    def share_out(self, most: Sequence[int], chances: Sequence[Chances], positions: int) -> list[int]:
+        """How many tokens to draft for each row, at most so many, in a step of so many positions without any draft."""
+        if self.costs is None or not any(most):
+            return list(most)
+        likely = sorted(
+            ((row.rate**i, r) for r, (row, n) in enumerate(zip(chances, most, strict=True)) for i in range(1, n + 1)),
+            reverse=True,
+        )
+        rows, expected = len(most), 0.0
+        best, take = rows / self.costs(positions), 0
+        for n, (chance, _) in enumerate(likely, 1):
+            expected += chance
+            rate = (rows + expected) / self.costs(positions + n)
+            if rate > best:
+                best, take = rate, n
+        shares = [0] * rows
+        for _, r in likely[:take]:
+            shares[r] += 1
+        return shares
 
     @staticmethod
     def step_width(k: int, rows: Sequence[Chances], cost: Callable[[int], float | None]) -> int:

@@ -122,8 +122,10 @@ class Scheduler:
 
         rows: list[PlanRow] = []
         running = len(self.running)
-        for sequence in decoding:
-            k = min(self.policy.k(running, sequence.remaining - sequence.flying), for_drafts)
+        most = [self.policy.k(running, s.remaining - s.flying) for s in decoding]
+        shares = self.policy.share_out(most, [s.chances for s in decoding], self.budget - for_drafts)
+        for sequence, share in zip(decoding, shares, strict=True):
+            k = min(share, for_drafts)
             k = min(k, self._grow(sequence, sequence.longest, k + self.beyond))
             for_drafts -= k
             left -= k

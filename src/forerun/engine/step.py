@@ -51,21 +51,6 @@ class Flight(Protocol):
     def times(self) -> Times: ...
 
 
-class Stepper(Protocol):
-    """Makes steps. lag: how many steps are launched before the first of them is read."""
-
-    lag: int
-
-    def admit(self, sequence: Sequence) -> None:
-        """The sequence takes its slot."""
-
-    def release(self, sequence: Sequence, slot: int, finished: bool) -> None:
-        """It leaves the slot, ended (finished: the slots may show its last tokens) or to resume later."""
-
-    def launch(self, plan: Plan) -> Flight:
-        """Start the step."""
-
-
 class Done(NamedTuple):
     """A step that was read as it was made."""
 
@@ -112,6 +97,21 @@ class RaggedStep:
         if self.drafter is not None:
             self.drafter.release(slot, finished)
         self.sampling.clear(slot)
+
+    @torch.inference_mode()
+    def measure(self, most: int) -> list[tuple[int, float]]:
+        """Seconds of forward passes over 1, 2, 4 .. `most` positions, for nobody: the best of three each."""
+        nobody, one = np.array([len(self.slots.length) - 1]), np.array([0])
+        points = []
+        for n in (1 << i for i in range(most.bit_length())):
+            batch = self.slots.batch(nobody, one, np.array([n]), np.arange(n))
+            seconds = []
+            for _ in range(3):
+                start = time.perf_counter()
+                self.target.forward(batch, self.kv)
+                seconds.append(time.perf_counter() - start)
+            points.append((n, min(seconds)))
+        return points
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Done:
@@ -215,5 +215,6 @@ class RaggedStep:
                     )
                 ]
             committed.append(Committed(row, tokens, size[i], noted))
+            row.sequence.chances.learn(size[i], count[i] - 1, None)
             at += size[i] + 1
         return committed
