@@ -1,4 +1,4 @@
-"""The engine in this process as an endpoint: the same answers and counts as through the Python door, whatever the load."""
+"""The engine in this process as an endpoint: the same answers as through the Python door, whatever the load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.bench import command, latency, load, record, summary
 from forerun.bench.command import Options
 from forerun.bench.endpoint import Ask
 from forerun.bench.inprocess import InProcess
-from forerun.bench.record import Answer, Counts, Load
+from forerun.bench.record import Answer, Load
 from forerun.llm import LLM, LoadedModel
 from forerun.types import SamplingParams
 from tests.test_run import Quiet
@@ -46,24 +46,24 @@ def drive(llm: LLM, asks: list[Ask], shape: Load) -> tuple[Answer, ...]:
 @pytest.mark.parametrize(
     "shape", [Load(requests=4), Load(concurrency=3, requests=4), Load("poisson", rate=300.0, requests=4)], ids=lambda s: s.label
 )
-def test_the_same_answers_and_counts_under_every_load(loaded: LoadedModel, shape: Load) -> None:
+def test_the_same_answers_under_every_load(loaded: LoadedModel, shape: Load) -> None:
     expected = engine(loaded).generate(TEXTS, SamplingParams(temperature=0, max_tokens=24))
     answers = drive(engine(loaded), [Ask(t, 24, text=t) for t in TEXTS], shape)
     for got, output in zip(answers, expected, strict=True):
         done = output.completions[0]
         assert got.token_ids == done.token_ids and got.text == done.text and got.finish_reason == done.finish_reason
-        s = done.stats
-        assert got.counts == Counts(
-            s.steps, s.drafting_steps, s.drafted, s.accepted, tuple(s.drafted_at), tuple(s.accepted_at)
-        )
+        # how much is drafted depends on what steps cost when they were measured; what steps give does not
+        c = got.counts
+        assert c.steps + c.accepted in (got.tokens - 1, got.tokens) and c.drafted == sum(c.drafted_at)
+        assert c.drafting_steps <= c.steps and c.accepted == sum(c.accepted_at) <= c.drafted
         assert got.prompt_tokens == len(output.prompt_ids) and got.tokens == len(done.token_ids) and not got.failed
-        assert len(got.chunks) <= 1 + s.steps and sum(c.tokens or 0 for c in got.chunks) <= got.tokens
+        assert len(got.chunks) <= 1 + c.steps and sum(c.tokens or 0 for c in got.chunks) <= got.tokens
         assert 0 < got.ttft_s <= got.e2e_s and got.queued_s is not None and got.queued_s <= got.ttft_s
         assert latency.tpot(got) is not None
 
 
 def test_what_the_engine_refuses_is_a_failed_request(loaded: LoadedModel) -> None:
-    (got,) = drive(engine(loaded, max_model_len=16), [Ask("long", 8, ids=tuple([5] * 40))], Load())
+    (got,) = drive(engine(loaded, max_model_len=128), [Ask("long", 8, ids=tuple([5] * 140))], Load())
     assert got.failed and got.failure and got.tokens == 0
 
 
