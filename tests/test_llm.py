@@ -162,6 +162,11 @@ def test_bad_sampling_settings_are_named(settings: dict, words: str) -> None:
         SamplingParams(**settings)
 
 
+def test_the_smallest_context_works(loaded) -> None:  # type: ignore[no-untyped-def]
+    it = llm(loaded, "ngram", max_model_len=2)
+    assert len(it.generate([[5]], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0].token_ids) == 1
+
+
 def test_an_error_in_one_prompt_leaves_nothing_running(loaded) -> None:  # type: ignore[no-untyped-def]
     it = llm(loaded, max_model_len=32)
     with pytest.raises(SettingError, match="prompt"):

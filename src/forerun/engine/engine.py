@@ -130,7 +130,7 @@ class Engine:
                     for width in sorted({0, self._step.width}):
                         self.graphs.capture(Key(rows, width))
         elif speculation is not None and self.config.adaptive_drafts and speculation.draft_sample_method == "greedy":
-            self.scheduler.policy.costs = Costs(self._step.measure(MEASURED))
+            self.scheduler.policy.costs = Costs(self._step.measure(min(MEASURED, self.max_model_len)))
 
     @property
     def kv_tokens(self) -> int:
