@@ -14,7 +14,7 @@ from forerun.engine.policy import PRIOR, Chances, Costs, Policy
 def rows(*rates: float) -> list[Chances]:
     made = [Chances() for _ in rates]
     for row, rate in zip(made, rates, strict=True):
-        row.rate = rate
+        row.rate, row.idle = rate, 0
     return made
 
 
@@ -63,7 +63,7 @@ def test_chances_follow_what_became_of_the_drafts_and_come_back() -> None:
     assert row.rate == PRIOR and row.expected(2) == pytest.approx(0.75)
     for _ in range(10):
         row.learn(4, 0, 3)
-    assert row.rate < 0.02 and row.expected(4) < 0.03
+    assert row.rate < 0.02 and row.expected(4) < 0.03 and row.hoped == row.rate
     low = row.rate
     row.learn(0, 0, 0)  # the draft that waited was left alone
     assert low < row.rate < PRIOR
@@ -88,3 +88,24 @@ def test_the_width_of_a_step_is_worth_its_cost(wide: float, width: int) -> None:
     for row in chances:
         row.found = 0
     assert Policy.step_width(4, chances, lambda _: None) == 0
+
+
+def test_a_row_is_tried_at_first_and_again_after_a_while() -> None:
+    """Positions cost so much that only likely drafts pay: a new row gets one, goes on while it is right, stops when it is
+    wrong, and is tried again once it has been idle for long."""
+    it, row = policy([(1, 1.0), (8, 6.0)]), Chances()
+
+    def share() -> int:
+        return it.share_out([4], [row], 1)[0]
+
+    assert share() >= 1
+    for _ in range(3):
+        row.learn(share(), share(), None)
+        assert share() >= 1
+    while share():
+        row.learn(share(), 0, None)
+    waited = 0
+    while not share():
+        row.learn(0, 0, None)
+        waited += 1
+    assert 0 < waited <= 40

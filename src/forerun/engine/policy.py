@@ -17,18 +17,27 @@ from collections.abc import Callable, Sequence
 from forerun.config import Speculation
 
 PRIOR = 0.5  # a row's acceptance rate before anything is known of it
-MEMORY = 0.7  # how much of it stays when a draft has been verified
+MEMORY = 0.5  # how much of it stays when a draft has been verified
+HOPE = 0.8  # what a row is taken for that has not drafted for PATIENCE steps, so that it is tried now and then
+PATIENCE = 32
 RETURN = 0.02  # how far it goes back to the prior in a step that left its draft alone
 
 
 class Chances:
-    """What is known of one row: found, how long its next draft is; rate, of its drafted tokens accepted lately."""
+    """What is known of one row: found, how long its next draft is; rate, of its drafted tokens accepted lately; idle, steps
+    since it last had a draft."""
 
-    __slots__ = ("found", "rate")
+    __slots__ = ("found", "idle", "rate")
 
     def __init__(self) -> None:
         self.found: int | None = None  # None: not known yet
         self.rate = PRIOR
+        self.idle = PATIENCE
+
+    @property
+    def hoped(self) -> float:
+        """The rate, with the benefit of the doubt."""
+        return max(self.rate, HOPE) if self.idle >= PATIENCE else self.rate
 
     def learn(self, drafted: int, accepted: int, found: int | None) -> None:
         """A step verified so many of its draft tokens and accepted the first of them; `found` wait for the next."""
@@ -36,6 +45,7 @@ class Chances:
             self.rate = MEMORY * self.rate + (1 - MEMORY) * accepted / drafted
         elif self.found != 0:  # there was a draft, or may have been
             self.rate += RETURN * (PRIOR - self.rate)
+        self.idle = 0 if drafted else self.idle + 1
         self.found = found
 
     def expected(self, k: int) -> float:
@@ -82,7 +92,7 @@ class Policy:
         if self.costs is None or not any(most):
             return list(most)
         likely = sorted(
-            ((row.rate**i, r) for r, (row, n) in enumerate(zip(chances, most, strict=True)) for i in range(1, n + 1)),
+            ((row.hoped**i, r) for r, (row, n) in enumerate(zip(chances, most, strict=True)) for i in range(1, n + 1)),
             reverse=True,
         )
         rows, expected = len(most), 0.0
