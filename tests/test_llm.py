@@ -197,3 +197,12 @@ def test_padding_of_the_vocabulary_is_never_emitted_or_drafted(tmp_path: Path, m
     for done in it.generate("the thing", params)[0].completions:
         assert max(done.token_ids) < VOCAB
         assert done.logprobs is not None and max(i for p in done.logprobs for i, _ in p.top) < VOCAB
+
+
+def test_the_packages_door_names_what_it_has() -> None:
+    import forerun
+
+    assert forerun.LLM is LLM and forerun.SamplingParams is SamplingParams and forerun.SettingError is SettingError
+    assert all(hasattr(forerun, name) for name in forerun.__all__)
+    with pytest.raises(AttributeError, match="Engine"):
+        forerun.Engine  # noqa: B018
