@@ -48,7 +48,7 @@ def main() -> None:
         params.speculative.ngram_simple.size_n = args.spec_ngram_simple_size_n
     if args.spec_ngram_simple_size_m is not None:
         params.speculative.ngram_simple.size_m = args.spec_ngram_simple_size_m
-    print(f"build info: {xllamacpp.BUILD_INFO}", flush=True)
+    print(f"build info: xllamacpp-{xllamacpp.__version__}", flush=True)  # its BUILD_INFO names no build of llama.cpp
     server = xllamacpp.Server(params)
     print("listening on", server.listening_address, flush=True)
     stop = threading.Event()
