@@ -35,6 +35,7 @@ class Completion(NamedTuple):
     logprobs: tuple[Logprob, ...] | None
     stats: DraftStats
     timing: Timing
+    pieces: tuple[tuple[float, int, int], ...] = ()
 
 
 class Output(NamedTuple):

@@ -103,6 +103,8 @@ def test_timing_and_statistics_come_with_the_answer(loaded) -> None:  # type: ig
     done = llm(loaded, "ngram").generate("the thing", GREEDY)[0].completions[0]
     assert 0 <= done.timing.queued_s <= done.timing.ttft_s <= done.timing.e2e_s
     assert done.stats.steps + done.stats.accepted + 1 == len(done.token_ids)
+    assert sum(p.tokens for p in done.pieces) == len(done.token_ids) and sum(p.chars for p in done.pieces) == len(done.text)
+    assert [done.pieces[0].at_s, done.pieces[-1].at_s] == [done.timing.ttft_s, done.timing.e2e_s]
     assert done.logprobs is None
 
 

@@ -51,9 +51,18 @@ class Timing(NamedTuple):
     e2e_s: float
 
 
+class Piece(NamedTuple):
+    """What one step added to a completion: seconds since it was submitted, and how many tokens and characters."""
+
+    at_s: float
+    tokens: int
+    chars: int
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One continuation: text without special tokens and stop strings, all its token ids (a stop token included)."""
+    """One continuation: text without special tokens and stop strings, all its token ids (a stop token included), and how
+    they came, piece by piece."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -61,6 +70,7 @@ class Completion:
     logprobs: tuple[Logprob, ...] | None
     stats: DraftStats
     timing: Timing
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,7 @@ class _Growing:
         self.text: list[str] = []
         self.tokens: list[int] = []
         self.logprobs: list[Logprob] = []
+        self.pieces: list[Piece] = []
         self.first = self.end = 0.0
         self.reason: FinishReason | None = None
 
@@ -107,7 +118,8 @@ class _Growing:
         timing = Timing(self.live.admitted_at - start, self.first - start, self.end - start)
         wanted = self.live.request.params.logprobs is not None
         logprobs = tuple(self.logprobs) if wanted else None
-        return Completion("".join(self.text), tuple(self.tokens), self.reason, logprobs, self.live.stats, timing)
+        pieces = tuple(self.pieces)
+        return Completion("".join(self.text), tuple(self.tokens), self.reason, logprobs, self.live.stats, timing, pieces)
 
 
 class LLM:
@@ -213,6 +225,7 @@ class LLM:
                     one = growing[event.request_id]
                     one.end = time.perf_counter()
                     one.first = one.first or one.end
+                    one.pieces.append(Piece(one.end - one.start, len(event.tokens), len(event.text)))
                     one.text.append(event.text)
                     one.tokens += event.tokens
                     one.logprobs += event.logprobs

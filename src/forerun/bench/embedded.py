@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from forerun.bench import machine
 from forerun.bench.arms import BASELINE, CONTROL, Arm
-from forerun.bench.record import Answer, ArmRecord, Batch, Counts, Difference, Load, Record, Settings, Times
+from forerun.bench.record import Answer, ArmRecord, Batch, Chunk, Counts, Difference, Load, Record, Settings, Times
 from forerun.bench.workloads import Prompt, Task, find
 from forerun.engine.stats import DraftStats
 from forerun.types import SamplingParams, require
@@ -212,6 +212,7 @@ def _answer(prompt: Prompt, output: Output) -> Answer:
         timing.e2e_s,
         counts,
         completion.text,
+        chunks=tuple(Chunk(*piece) for piece in completion.pieces),
     )
 
 
