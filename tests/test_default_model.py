@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -76,9 +78,12 @@ def test_a_prediction_changes_no_token_and_is_taken(loaded: LoadedModel, plain: 
 
 
 @exact
-def test_the_model_as_its_own_drafter_is_always_right(loaded: LoadedModel, plain: list[tuple[int, ...]]) -> None:
+def test_the_model_as_its_own_drafter_is_always_right(loaded: LoadedModel) -> None:
+    """Past the end of the text too: a stop inside a block would leave drafts behind it that count as not accepted."""
+    through = replace(GREEDY, ignore_eos=True)
+    without = llm(loaded).chat(conversations(), through)
     it = llm(loaded, {"method": "draft_model", "model": str(loaded.folder), "num_speculative_tokens": 4})
-    assert [o.token_ids for o in it.chat(conversations(), GREEDY)] == plain
+    assert [o.token_ids for o in it.chat(conversations(), through)] == [o.token_ids for o in without]
     assert it.stats.drafts.acceptance_rate == 1.0
 
 
