@@ -88,8 +88,7 @@ class Engine:
         policy = Policy(speculation)
         beyond = width + 1 if fixed and self.drafter is not None and self.drafter.needs.kv_layers else 0
         widest = self.slots.block_table.shape[1]
-        budget = self.budget
-        self.scheduler = Scheduler(pages, policy, config.max_num_seqs, budget, beyond, widest)
+        self.scheduler = Scheduler(pages, policy, config.max_num_seqs, self.budget, beyond, widest)
         block = speculation is not None and speculation.rejection_sample_method == "block"
         self._step: FixedStep | RaggedStep
         self.graphs: Graphs | None = None

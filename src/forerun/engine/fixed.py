@@ -246,6 +246,7 @@ class FixedStep:
         may have, ascending (what runs is padded up to one of them). run: makes a decode step, graphs.Graphs.run on CUDA;
         None runs the body as it is. cost(rows, width): milliseconds of such a step, None if not known."""
         self.body, self.policy, self.width, self.mirror, self.sizes = body, policy, width, mirror, sizes
+        self._drafter = body.drafter if body.drafter is not None else body.host_drafter
         self.lag = 0 if body.host_drafter is not None else 1
         self.waits = 0
         self.device = body.slots.length.device
@@ -268,24 +269,23 @@ class FixedStep:
         lives.limit[slot] = len(request.prompt_ids) + request.max_tokens
         lives.draft_size[slot] = 0
         lives.alive[slot] = True
-        self.mirror.set(slot, sequence.ids)
-        for drafter in self._drafters():
-            drafter.admit(slot, request)
+        if self.body.host_drafter is not None:
+            self.mirror.set(slot, sequence.ids)
+        if self._drafter is not None:
+            self._drafter.admit(slot, request)
 
     def release(self, sequence: Sequence, slot: int, finished: bool) -> None:
         self.body.lives.alive[slot] = False
-        self.mirror.set(slot, sequence.ids)
-        for drafter in self._drafters():
-            drafter.release(slot, finished)
-
-    def _drafters(self) -> list[Drafter]:
-        return [drafter for drafter in (self.body.drafter, self.body.host_drafter) if drafter is not None]
+        if self.body.host_drafter is not None:
+            self.mirror.catch_up(slot, sequence.ids)
+        if self._drafter is not None:
+            self._drafter.release(slot, finished)
 
     def _draft_on_host(self, rows: list[PlanRow]) -> None:
         """Have the host's drafter draft for these rows, all of which have been read, and send the drafts."""
         assert self.body.host_drafter is not None
         for row in rows:
-            self.mirror.set(row.sequence.slot, row.sequence.ids)
+            self.mirror.catch_up(row.sequence.slot, row.sequence.ids)
         slot = [row.sequence.slot for row in rows]
         k = torch.tensor([row.k for row in rows])
         draft = self.body.host_drafter.propose(Rows(torch.tensor(slot), k, int(k.max())))

@@ -28,6 +28,12 @@ class Slots:
         self.tokens[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         self.length[slot] = len(ids)
 
+    def catch_up(self, slot: int, ids: list[int]) -> None:
+        """Append what these committed tokens, of the sequence that has the slot, have more than the slot. Slots on the CPU."""
+        known = int(self.length[slot])
+        self.tokens[slot, known : len(ids)] = torch.tensor(ids[known:], dtype=torch.int64)
+        self.length[slot] = len(ids)
+
     def history(self, slot: int) -> np.ndarray:
         """The committed tokens of a slot, [length] int64, without a copy. Slots on the CPU only."""
         return self.tokens.numpy()[slot, : int(self.length[slot])]

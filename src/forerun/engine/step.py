@@ -96,7 +96,6 @@ class RaggedStep:
         self.slots.length[slot] = len(sequence.ids)  # what ran past a stop is not history
         if self.drafter is not None:
             self.drafter.release(slot, finished)
-        self.sampling.clear(slot)
 
     @torch.inference_mode()
     def measure(self, most: int) -> list[tuple[int, float]]:
