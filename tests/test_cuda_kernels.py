@@ -156,8 +156,21 @@ SHAPES = [AttentionShape(6, 2, 16, 0, EPS), AttentionShape(4, 2, 32, 0, EPS), At
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("context", [100, 512])  # one stretch, several
 def test_decode_attention(run: CudaKernels, width: int, shape: AttentionShape, context: int) -> None:
-    firsts = (0, 1, 63, 64, 90) if context == 100 else (0, 130, 300)
+    firsts = (0, 1, 63, 64, 90) if context == 100 else (0, 125, 127, 300)  # in one tile and across two
     check_attention(run.bounded(width, context), [(first, width) for first in firsts], shape, norms=shape.head_dim == 32)
+
+
+@pytest.mark.parametrize("context", [100, 512])
+def test_a_verify_step_attends_to_the_bit_as_plain_steps_do(run: CudaKernels, context: int) -> None:
+    shape, first, width = AttentionShape(6, 2, 16, 0, EPS), 60 if context == 100 else 253, 5
+    batch, (keys, values) = paged([(first, width)], shape, 8)
+    angle = torch.outer(torch.arange(512.0), 10 ** -torch.linspace(0, 3, 8)).to(DEVICE)
+    qkv = random(width, 10 * 16, seed=9)
+    given = (shape, angle.cos(), angle.sin(), None, None, keys, values)
+    together = run.bounded(width, context).attend(qkv, *given, batch)
+    for i in range(width):
+        one = batch._replace(positions=batch.positions[i : i + 1])
+        assert torch.equal(run.bounded(1, context).attend(qkv[i : i + 1], *given, one), together[i : i + 1])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -179,14 +192,16 @@ def check(kernel, **constants):
     compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 heads = dict(HEADS=4, KV=2, D=32, DP=32, HP=16, BM=16, BLOCK=16, NORM=True, FAR=True)
-decode = dict(heads, WIDTH=5, QUERIES=1, TOKENS=8, BN=32, SPLITS=4, LEAST=1, WINDOW=64, AT_ONCE=2, PDL=True)
-check(attention.decode_kernel, **decode)
+decode = dict(heads, WIDTH=5, QUERIES=1, TOKENS=8, BN=32, SPLITS=4, LEAST=1, WINDOW=64, AT_ONCE=2)
+for pdl in (0, 1, 2):
+    check(attention.decode_kernel, **decode, PDL=pdl)
 check(attention.rotate_kernel, **heads, RP=2)
 del heads["NORM"], heads["HP"]
 check(attention.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64)
-product = dict(N=64, K=96, BM=16, BN=16, NORM=True, GATE=True, ADD=False, BIAS=False, BEST=False, PDL=True)
-check(products.whole_kernel, **product, PARTS=3, WIDTH=64, SPLIT=4)
-check(products.loop_kernel, **product, STEP=64, SPLIT=1, AHEAD=64)
+product = dict(N=64, K=96, BM=16, BN=16, NORM=True, GATE=True, ADD=False, BIAS=False, BEST=False)
+for pdl in (1, 2):
+    check(products.whole_kernel, **product, PARTS=3, WIDTH=64, SPLIT=4, PDL=pdl)
+    check(products.loop_kernel, **product, STEP=64, SPLIT=1, AHEAD=64, PDL=pdl)
 """
 
 

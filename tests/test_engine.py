@@ -196,7 +196,8 @@ class Dictated:
 
     def forward(self, batch, kv, layers=(), kernels=None, x=None):  # type: ignore[no-untyped-def]
         done = self._target.forward(batch, kv, layers)
-        at = batch.positions[batch.logits_at] + 1 - self._prompt
+        ends = batch.positions if batch.logits_at is None else batch.positions[batch.logits_at]
+        at = ends + 1 - self._prompt
         said = torch.tensor(self._script)[at.clamp(max=len(self._script) - 1)]
         logits = torch.zeros_like(done.logits).scatter_(1, said[:, None], 20.0)
         return done._replace(logits=logits)

@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, cuda, cuda_attention, reference
-from forerun.kernels.cuda import CudaKernels
+from forerun.kernels.cuda import CudaKernels, few_tokens
 from forerun.kernels.cuda_products import Tiles
 
 EPS = 1e-5
@@ -144,21 +144,23 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
     if k <= 3072:
         for columns in (8, 16, 32):
             for warps in (2, 4, 8):
-                for parts in (1, 3):
+                for parts in (1, 2, 3):
                     width = triton.next_power_of_2(-(-k // parts))
                     held = columns * rows * parts * width / (warps * 32)  # weights of a thread
                     tokens = 16 * parts * width / (warps * 32)
                     if 16 <= held <= 192 and tokens <= 256 and 48 <= n // columns <= 800 and parts * width <= 1.8 * k:
                         found.append(Tiles(columns, warps, 0, parts))
+    if k == 4096 and not gate and not normed:
+        found += [Tiles(8, 4, 0, 8), Tiles(8, 8, 0, 8), Tiles(16, 8, 0, 8), Tiles(16, 16, 0, 8)]
     if n * rows >= 4000 or k >= 2000:
         for columns, warps, step, stages, split in (
-            (8, 4, 512, 3, 4), (16, 2, 256, 4, 1), (16, 4, 256, 3, 2), (16, 4, 512, 3, 4), (32, 4, 128, 5, 1),
-            (32, 4, 256, 3, 1), (32, 4, 256, 4, 1),
+            (8, 4, 512, 2, 4), (8, 4, 512, 3, 4), (8, 4, 256, 4, 4), (16, 2, 256, 4, 1), (16, 4, 512, 2, 4), (16, 4, 256, 3, 2),
+            (16, 4, 512, 3, 4), (32, 4, 128, 5, 1), (32, 4, 256, 3, 1), (32, 4, 256, 4, 1),
             (64, 4, 64, 6, 1), (64, 4, 128, 4, 1), (64, 8, 128, 4, 1),
         ):
             size = columns * step * stages * 2 * rows + 32 * step * stages
             if size <= 200_000 and n // columns >= 60:
-                for ahead in (512, 4096) if k >= 2048 else (512,):
+                for ahead in (512, 2048, 4096) if k >= 2048 else (512, k):
                     found.append(Tiles(columns, warps, step, stages, split, ahead))
     if normed and k >= 1024:
         found += [tiles._replace(apart=True) for tiles in found]
@@ -166,7 +168,8 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
 
 
 ATTENTION_CUTS = tuple(
-    cuda_attention.Cut(warps, 128, 1, 264, at_once) for warps in (4, 8) for at_once in (1, 4)
+    cuda_attention.Cut(warps, positions, 1, at_once=at_once)
+    for warps, positions in ((4, 128), (8, 128), (4, 64), (2, 64)) for at_once in (1, 4)
 )
 
 
@@ -183,6 +186,7 @@ def compile_product(job: tuple[str, int, int, bool, Tiles]) -> str:
             "gate_up": lambda run, x, norm, residual, weight: run.norm_gate_up(x, norm, EPS, weight),
             "head": lambda run, x, norm, residual, weight: run.norm_logits(x, norm, EPS, weight),
         }.get(kind, lambda run, x, norm, residual, weight: run.linear_add(x, weight, None, residual))
+        operation(run.chained(), x, norm, residual, weight)
         got = operation(run, x, norm, residual, weight)
         off = error(got, operation(reference, x.float(), norm.float(), residual.float(), weight.float()))
         return "" if off < 0.01 else f"differs by {off:.1e}"
@@ -199,10 +203,12 @@ def compile_attention(job: tuple[Model, int, int, int, cuda_attention.Cut]) -> s
         batch = step.batch(rows, width, context)
         heads, kv, dim = model.attention[:3]
         qkv = randoms(rows * width, (heads + 2 * kv) * dim)
-        CudaKernels(DEVICE).bounded(width, bound(context)).attend(
-            qkv, model.attention, step.cos, step.sin, step.head_norm, step.head_norm, step.layers[0].keys,
-            step.layers[0].values, batch
-        )
+        run = CudaKernels(DEVICE).bounded(width, bound(context))
+        for one in (run, run.chained()):
+            one.attend(
+                qkv, model.attention, step.cos, step.sin, step.head_norm, step.head_norm, step.layers[0].keys,
+                step.layers[0].values, batch
+            )
         torch.cuda.synchronize()
         return ""
     except Exception as problem:
@@ -257,15 +263,18 @@ class Step:
         ids = torch.randint(self.model.vocabulary, (rows * width,), device=DEVICE)
         return Batch(ids, positions, starts, table, torch.arange(rows * width, device=DEVICE))
 
-    def forward(self, run: Any, batch: Batch, without: str = "", argmax: bool = False) -> Tensor:
-        """`without` leaves one kind of launch out, to see what it costs in the chain."""
+    def forward(self, run: Any, batch: Batch, without: str = "", argmax: bool = False, chained: bool = True) -> Tensor:
+        """`without` leaves one kind of launch out, to see what it costs in the chain; chained: from the second layer on each
+        launch lets the next begin at once, as the model does it."""
         x = torch.nn.functional.embedding(batch.ids, self.embedding)
         heads, kv, dim = self.model.attention[:3]
         total = len(batch.ids)
         qkv = mixed = gated = x
         if without:
             qkv, mixed, gated = (x.new_zeros(total, size) for size in ((heads + 2 * kv) * dim, heads * dim, self.model.inner))
-        for layer in self.layers:
+        first = run
+        for i, layer in enumerate(self.layers):
+            run = first if i == 0 or not chained else run.chained() if i == 1 else run
             if without != "qkv":
                 qkv = run.norm_linear(x, layer.norm, EPS, layer.qkv, None)
             if without != "attention":
@@ -279,6 +288,7 @@ class Step:
                 gated = run.norm_gate_up(x, layer.mlp_norm, EPS, layer.gate_up)
             if without != "down":
                 x = run.linear_add(gated, layer.down, None, x)
+        run = first
         if without == "head":
             return x
         if argmax:
@@ -305,7 +315,7 @@ def check_step(step: Step, rows: int, width: int, context: int) -> float:
     for layer, (key, value) in zip(step.layers, before, strict=True):
         layer.keys.copy_(key)
         layer.values.copy_(value)
-    want = step.forward(reference, batch)
+    want = step.forward(reference, batch, chained=False)
     worst = max(error(a, layer.keys) for a, layer in zip(got_keys, step.layers, strict=True))
     step.layers = kept
     return max(error(got, want), worst)
@@ -373,7 +383,7 @@ def time_steps(step: Step, brief: bool) -> list[dict[str, Any]]:
     records = []
     for rows, width, context in LOADS[: 2 if brief else len(LOADS)]:
         batch = step.batch(rows, width, context)
-        run = CudaKernels(DEVICE).bounded(width, bound(context))
+        run = CudaKernels(DEVICE, few=few_tokens(step.model.hidden)).bounded(width, bound(context))
         record: dict[str, Any] = {"model": step.model.name, "rows": rows, "width": width, "context": context}
         record["ms"], record["spread"] = graph_ms(lambda: step.forward(run, batch))
         if rows == 1 and context == 512:
@@ -381,9 +391,9 @@ def time_steps(step: Step, brief: bool) -> list[dict[str, Any]]:
             record["part_ms"] = {
                 part: round(record["ms"] - graph_ms(lambda: step.forward(run, batch, without=part), 3)[0], 4) for part in PARTS
             }
-        few, cuda.FEW_TOKENS = cuda.FEW_TOKENS, 0
+        record["unchained_ms"], _ = graph_ms(lambda: step.forward(run, batch, chained=False))
+        run.few = 0
         record["vendor_ms"], _ = graph_ms(lambda: step.forward(run, batch), 3)
-        cuda.FEW_TOKENS = few
         records.append(record)
     return records
 
@@ -437,8 +447,8 @@ def main() -> None:
     for r in result["steps"]:
         bar = next(m.bar for m in MODELS if m.name == r["model"])
         extra = f"  bar {bar}  argmax {r['argmax_ms']:.3f}  {r['part_ms']}" if "argmax_ms" in r else ""
-        ours = f"{r['ms']:.3f} ms (spread {r['spread']:.1%}), vendor {r['vendor_ms']:.3f}{extra}"
-        print(f"{r['model']:13} {r['rows']:2} x {r['width']} at {r['context']}: {ours}")
+        ours = f"{r['ms']:.3f} ms (spread {r['spread']:.1%}), unchained {r['unchained_ms']:.3f}, vendor {r['vendor_ms']:.3f}"
+        print(f"{r['model']:13} {r['rows']:2} x {r['width']} at {r['context']}: {ours}{extra}")
 
 
 if __name__ == "__main__":

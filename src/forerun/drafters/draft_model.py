@@ -117,7 +117,7 @@ class DeviceDraftModel:
         """Nothing to do."""
 
     def prefill(self, batch: Batch) -> None:
-        self._model.forward(batch._replace(logits_at=batch.logits_at[:1]), self._kv)
+        self._model.forward(batch._replace(logits_at=batch.ids.new_zeros(1)), self._kv)
 
     def propose(self, rows: Rows) -> Draft:
         slot, width = rows.slot, rows.width

@@ -90,6 +90,7 @@ class Body:
         self.drafter = drafter if drafter is not None and drafter.needs.device else None
         self.host_drafter = drafter if self.drafter is None else None
         self._accept = accept_block if block else accept_ratio
+        self._starts: dict[tuple[int, int], Tensor] = {}  # (rows, width) -> [B+1] int32, where each row's tokens start
 
     def run(self, key: Key, slot: Tensor, k: Tensor) -> Report:
         """A decode step. slot: [B], the padding's is nobody's; k: [B], what each row may draft at most."""
@@ -121,10 +122,12 @@ class Body:
         table = torch.where(alive[:, None], slots.block_table[slot], 0)
         return draft, self._batch(key, ids.flatten(), positions.flatten(), table), None
 
-    @staticmethod
-    def _batch(key: Key, ids: Tensor, positions: Tensor, table: Tensor) -> Batch:
-        start = torch.arange(0, len(positions) + 1, key.width + 1, dtype=torch.int32, device=positions.device)
-        return Batch(ids, positions, start, table, torch.arange(len(positions), device=positions.device))
+    def _batch(self, key: Key, ids: Tensor, positions: Tensor, table: Tensor) -> Batch:
+        shape = (key.rows, key.width)
+        if shape not in self._starts:
+            last = len(positions) + 1
+            self._starts[shape] = torch.arange(0, last, key.width + 1, dtype=torch.int32, device=positions.device)
+        return Batch(ids, positions, self._starts[shape], table, None)
 
     def _choose(self, key: Key, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         """The target's own token behind each position, [B(W+1)]."""

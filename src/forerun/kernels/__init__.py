@@ -19,7 +19,8 @@ class Batch(NamedTuple):
     """The tokens of one forward pass: R rows (sequences), each a run of consecutive positions, laid end to end.
 
     ids, positions: [T] int64. row_start: [R+1] int32, row r is tokens row_start[r]:row_start[r+1] (at least one).
-    block_table: [R,P] int32, the pages of each row in order. logits_at: [N] int64, the tokens whose logits are wanted.
+    block_table: [R,P] int32, the pages of each row in order. logits_at: [N] int64, the tokens whose logits are wanted, or
+    None: all of them.
     The keys and values of a row's earlier positions are in its pages already; those of these tokens are written there.
     """
 
@@ -27,7 +28,7 @@ class Batch(NamedTuple):
     positions: Tensor
     row_start: Tensor
     block_table: Tensor
-    logits_at: Tensor
+    logits_at: Tensor | None
 
 
 class AttentionShape(NamedTuple):

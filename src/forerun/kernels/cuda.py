@@ -8,6 +8,7 @@ attention of two would count their programs in one place.
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one
 from forerun.kernels import cuda_products as products
 from forerun.kernels.cuda_attention import attend_decode, attend_ragged
-from forerun.kernels.cuda_products import Tiles, launch, power_of_two
+from forerun.kernels.cuda_products import AFTER_WAIT, AT_ONCE, Tiles, launch, power_of_two
 from forerun.types import require
 
 FEW_TOKENS = 16
@@ -86,7 +87,8 @@ class CudaKernels:
         self.device = torch.device(device)
         # counts the programs of an attention launch that are done, for each row and key head; every launch leaves it zero
         self.arrived = torch.zeros(1 << 16, dtype=torch.int32, device=self.device) if arrived is None else arrived
-        self.pdl = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
+        hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
+        self.pdl = AFTER_WAIT if hopper else 0  # see cuda_products.py
 
     def bounded(self, width: int, context: int) -> CudaKernels:
         """For batches whose rows have `width` tokens each, at positions below `context`: a decode step with k = width - 1.
@@ -163,7 +165,18 @@ class CudaKernels:
         return out
 
     def bind(self, layers: Layers) -> RunLayers:
-        return partial(one_by_one, self, layers)
+        return partial(self._run, self.chained(), layers)
+
+    def chained(self) -> CudaKernels:
+        """The same for launches whose chain of predecessors has waited for all that positions and block tables come from."""
+        chained = copy.copy(self)
+        chained.pdl = AT_ONCE if self.pdl else 0
+        return chained
+
+    def _run(self, chained: CudaKernels, layers: Layers, x: Tensor, batch: Batch, first: int, last: int) -> Tensor:
+        """The first layer's launches see to it that what stands before them is complete when the others' begin."""
+        x = one_by_one(self, layers, x, batch, first, first + 1)
+        return one_by_one(chained, layers, x, batch, first + 1, last)
 
     def _normed_product(
         self, tiles: Tiles, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, out: Tensor,

@@ -3,8 +3,12 @@ prefill. Knows pages, splits and launches; nothing of models or scheduling.
 
 Decode: the rows have the same number of tokens each. A program takes one row, one key head with all its query heads, and
 one stretch of the pages; how long the stretches are is worked out on the device, so that a launch for a long context costs
-a short one little. The new tokens lie in the first stretch alone, whose programs write their keys and values before they
-read, so no program waits for another's write. Of several stretches, the program that ends last adds them up, in order.
+a short one little. A program writes those of the new keys and values that lie in its own stretch before it reads, so none
+waits for another's write. Of several stretches, the program that ends last adds them up, in order.
+
+Tiles and stretches begin at fixed positions, and what a query does not see adds nothing to its sums, to the bit: so a
+token's attention is summed alike in a plain step and in a verify step, and, as long as the batch is small enough to be
+split at all, in any batch (but for blocks of tokens across a position at which the stretches grow).
 """
 
 # Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
@@ -19,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch
-from forerun.kernels.cuda_products import power_of_two, prefetch, wait
+from forerun.kernels.cuda_products import begin, power_of_two, prefetch, wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # in place of -inf where nothing has been seen, so that differences stay numbers
@@ -113,6 +117,7 @@ def decode_kernel(
     LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):
     """QUERIES: blocks of BM queries that a row and key head has. LEAST: tiles of BN positions of a stretch, at least."""
+    begin(PDL)
     row, split = tl.program_id(0), tl.program_id(2)
     head, queries = tl.program_id(1) // QUERIES, tl.program_id(1) % QUERIES
     group: tl.constexpr = HEADS // KV
@@ -126,20 +131,21 @@ def decode_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(first - WINDOW + 1, 0)
-    tiles = tl.cdiv(first + WIDTH - low, BN)
-    each = tl.maximum(tl.cdiv(tiles, SPLITS), LEAST)
+    begins = low // BN  # of tiles, numbered from position 0
+    tiles = tl.cdiv(first + WIDTH, BN) - begins
+    each = tiles * 0 + LEAST  # doubled until there are stretches enough, so that it depends on the context alone
+    while each * SPLITS < tiles:
+        each *= 2
     active = tl.cdiv(tiles, each)
     if split >= active:
         return
-    # from the last position downwards, so that the new tokens are in the first tile of the first stretch
     here = tl.minimum(each, tiles - split * each)
-    start = first + WIDTH - (split * each + 1) * BN
-    p0 = start + tl.arange(0, BN)
+    start = (begins + split * each) * BN
     if PDL:
         lines: tl.constexpr = DP // 64 if DP >= 64 else 1
         i = tl.arange(0, BN * lines)
         for j in range(here):
-            p = start - j * BN + i // lines
+            p = start + j * BN + i // lines
             at_pages = _places(table, p, (p >= low) & (p < first), head, KV, D, BLOCK, FAR) + i % lines * 64
             prefetch(key_pages + at_pages, PDL)
             prefetch(value_pages + at_pages, PDL)
@@ -151,15 +157,17 @@ def decode_kernel(
     q_base = qkv + (row * WIDTH + token) * stride + (head * group + m % group) * D
     good = query_ok[:, None] & (h < half)[None, :]
     q_a, q_b = _rotated(q_base[:, None], good, (first + token)[:, None], q_norm, cos, sin, h[None, :], eps, D, NORM)
-    if split == 0:  # the new keys and values go into the pages, and are read from there with the old ones
+    end = start + here * BN
+    if end > first:  # the new keys and values go into the pages, and are read from there with the old ones
         t = tl.arange(0, TOKENS)
-        ok = (t < WIDTH)[:, None] & (h < half)[None, :]
+        mine = (t < WIDTH) & (first + t >= start) & (first + t < end)
+        ok = mine[:, None] & (h < half)[None, :]
         base = (qkv + (row * WIDTH + t) * stride + (HEADS + head) * D)[:, None]
         k_a, k_b = _rotated(base, ok, (first + t)[:, None], k_norm, cos, sin, h[None, :], eps, D, NORM)
-        to_pages = _places(table, first + t, t < WIDTH, head, KV, D, BLOCK, FAR)[:, None]
+        to_pages = _places(table, first + t, mine, head, KV, D, BLOCK, FAR)[:, None]
         tl.store(key_pages + to_pages + h[None, :], k_a, mask=ok)
         tl.store(key_pages + to_pages + half + h[None, :], k_b, mask=ok)
-        ok = (t < WIDTH)[:, None] & (d < D)[None, :]
+        ok = mine[:, None] & (d < D)[None, :]
         v = tl.load(base + KV * D + d[None, :], mask=ok, other=0.0)
         tl.store(value_pages + to_pages + d[None, :], v, mask=ok)
         tl.debug_barrier()
@@ -169,12 +177,13 @@ def decode_kernel(
     total = tl.zeros((BM,), tl.float32)
     mixed = tl.zeros((BM, DP), tl.float32)
     for j in range(here):
-        p = p0 - j * BN
-        at_pages = _places(table, p, p >= low, head, KV, D, BLOCK, FAR)[:, None]
-        there = (p >= low)[:, None] & (h < half)[None, :]
+        p = start + j * BN + tl.arange(0, BN)
+        in_row = (p >= low) & (p < first + WIDTH)
+        at_pages = _places(table, p, in_row, head, KV, D, BLOCK, FAR)[:, None]
+        there = in_row[:, None] & (h < half)[None, :]
         keys_a = tl.load(key_pages + at_pages + h[None, :], mask=there, other=0.0)  # [BN,HP]
         keys_b = tl.load(key_pages + at_pages + half + h[None, :], mask=there, other=0.0)
-        there = (p >= low)[:, None] & (d < D)[None, :]
+        there = in_row[:, None] & (d < D)[None, :]
         values = tl.load(value_pages + at_pages + d[None, :], mask=there, other=0.0)  # [BN,DP]
         scores = tl.dot(q_b, keys_b.T, tl.dot(q_a, keys_a.T))  # [BM,BN]
         scores *= scale * LOG2E
@@ -289,39 +298,38 @@ def prefill_kernel(
 
 class Cut(NamedTuple):
     """How a decode launch is cut. warps; positions of a tile; tiles of a stretch, at least; programs: so many are enough
-    for the device; at_once: stretches that the adding up loads at a time."""
+    for the device, and are not split; at_once: stretches that the adding up loads at a time; most: stretches of a row."""
 
     warps: int
     positions: int
     least: int
     programs: int = 264
     at_once: int = 1
+    most: int = 16
 
 
 CUTS = {64: Cut(4, 128, 1, at_once=4), 128: Cut(4, 128, 1, at_once=4)}  # for heads up to so wide
 
 
-def cut_for(dim: int, width: int) -> Cut:
-    """A tile has room for all new tokens of a row."""
-    cut = CUTS[64 if dim <= 64 else 128]
-    return cut._replace(positions=max(cut.positions, power_of_two(width)))
+def cut_for(dim: int) -> Cut:
+    return CUTS[64 if dim <= 64 else 128]
 
 
 def attend_decode(
     qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     key_pages: Tensor,
-    value_pages: Tensor, batch: Batch, width: int, context: int, arrived: Tensor, pdl: bool,
+    value_pages: Tensor, batch: Batch, width: int, context: int, arrived: Tensor, pdl: int,
 ) -> Tensor:
     """Every row has `width` tokens; no position is `context` or more. arrived: int32 zeros, one for each row, key head and
     block of 16 queries."""
     heads, kv, dim, window, eps = shape
     rows = batch.block_table.shape[0]
-    cut = cut_for(dim, width)
+    cut = cut_for(dim)
     bm = 16
     queries = triton.cdiv(width * (heads // kv), bm)
     padded = max(16, power_of_two(dim))
     most = triton.cdiv(context, cut.positions * cut.least)  # stretches of the longest context
-    splits = max(1, min(triton.cdiv(cut.programs, rows * kv * queries), most, 64))
+    splits = min(cut.most, power_of_two(most)) if rows * kv * queries < cut.programs else 1
     out = qkv.new_empty(qkv.shape[0], heads * dim)
     slots = rows * kv * queries * splits
     part = qkv.new_empty((slots, bm, dim) if splits > 1 else (1, 1, 1), dtype=torch.float32)

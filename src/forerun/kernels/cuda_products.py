@@ -3,8 +3,10 @@
 
 A decode step is a chain of short kernels, so what counts is how soon each can start. With programmatic dependent launch
 a kernel starts while the one before it still runs, fetches its weights, which depend on nothing, and only then waits for
-its input. Every kernel lets the next one start right after its own wait and never before: what a kernel reads before
-its wait is thereby complete if anything but its direct predecessor wrote it.
+its input. When it lets the next one start is its PDL:
+    AFTER_WAIT: what the next one reads before its own wait is complete if anything but its direct predecessor wrote it.
+    AT_ONCE: kernels further on may fetch their weights too, as far as they find room, while the ones before them run. What
+    they read before their waits has to be complete when the chain begins.
 
 Up to 16 tokens share one tile, so that each output is summed in the same order for 1 token as for 16: a verify step rounds
 as plain decoding does.
@@ -21,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
 
+AFTER_WAIT, AT_ONCE = 1, 2  # and 0: no programmatic dependent launch
 RUN = tl.constexpr(256)  # weights of a row that one instruction calls into the cache
 
 
@@ -42,10 +45,18 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
+def begin(PDL: tl.constexpr):
+    """What a kernel does first: let the next one start, if it may so soon."""
+    if PDL == 2:
+        tl_cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def wait(PDL: tl.constexpr):
-    """Wait for the kernel before this one; then let the next one start."""
+    """Wait for the kernel before this one; then let the next one start, if it has not."""
     if PDL:
         tl_cuda.gdc_wait()
+    if PDL == 1:
         tl_cuda.gdc_launch_dependents()
 
 
@@ -142,6 +153,7 @@ def whole_kernel(
     BIAS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
 ):
     """All of K at once, in PARTS of WIDTH: the weights are in registers before the wait."""
+    begin(PDL)
     block = tl.program_id(1)
     rows, there = _weight_rows(block, N, BN, GATE)
     mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
@@ -152,9 +164,9 @@ def whole_kernel(
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     wait(PDL)
     tokens = ()
-    for part in tl.static_range(PARTS):
-        tokens += (_rows(x, m, m < T, _along(part * WIDTH, WIDTH, SPLIT), K, part * WIDTH + WIDTH <= K),)
     if NORM:
+        for part in tl.static_range(PARTS):
+            tokens += (_rows(x, m, m < T, _along(part * WIDTH, WIDTH, SPLIT), K, part * WIDTH + WIDTH <= K),)
         squares = tl.zeros((SPLIT, BM, WIDTH // SPLIT), tl.float32)
         for part in tl.static_range(PARTS):
             wide = tokens[part].to(tl.float32)
@@ -165,7 +177,7 @@ def whole_kernel(
         if NORM:
             left = _normed(tokens[part], scale, norm, _along(part * WIDTH, WIDTH, SPLIT), K)
         else:
-            left = tokens[part]
+            left = _rows(x, m, m < T, _along(part * WIDTH, WIDTH, SPLIT), K, part * WIDTH + WIDTH <= K)
         sums = tl.dot(left, tl.permute(weights[part], (0, 2, 1)), sums)
     n = block * BN + tl.arange(0, BN)
     _finish(tl.sum(sums, 0), bias, residual, out, best, m, n, T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
@@ -178,6 +190,7 @@ def loop_kernel(
     BIAS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
 ):
     """STEP of K at a time, in a pipeline; the first AHEAD of each row of weights are called into L2 before the wait."""
+    begin(PDL)
     block = tl.program_id(1)
     rows, there = _weight_rows(block, N, BN, GATE)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -244,6 +257,7 @@ def block_best_kernel(logits, tops, firsts, V, WIDTH: tl.constexpr, PDL: tl.cons
 
 @triton.jit
 def rms_norm_kernel(x, norm, out, eps, K: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDTH)
     by = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
@@ -272,7 +286,7 @@ def power_of_two(n: int) -> int:
 
 
 def launch(
-    tiles: Tiles, pdl: bool, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
+    tiles: Tiles, pdl: int, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor, best: Tensor | None = None, gate: bool = False,
 ) -> None:

@@ -300,7 +300,7 @@ def draw_kernel(
     tl.store(out + row, choice.to(tl.int64))
 
 
-def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, pdl: bool = False) -> Prepared:
+def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, pdl: int = 0) -> Prepared:
     """Lay the drafts behind the committed tokens, and give what the forward pass needs: of each row its last committed token
     and `width` drafts. slot: [B] int64; k: [B] int64, what each row may draft at most; embedding: [V,H].
 
@@ -320,20 +320,20 @@ def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, 
     return out
 
 
-def commit(pool: Pool, slot: Tensor, choice: Tensor, size: Tensor, pdl: bool = False) -> Tensor:
+def commit(pool: Pool, slot: Tensor, choice: Tensor, size: Tensor, pdl: int = 0) -> Tensor:
     """Accept the drafts that equal the target's choices, cut the block at a stop or the limit, append it. slot: [B];
     choice: [B,W+1] int64, the block's tokens too; size: [B] int64, from prepare -> counts [B,3] int64: committed, drafted
     and 0."""
     return _commit(pool, slot, choice, None, size, None, pdl)
 
 
-def commit_verdict(pool: Pool, slot: Tensor, tokens: Tensor, count: Tensor, size: Tensor, pdl: bool = False) -> Tensor:
+def commit_verdict(pool: Pool, slot: Tensor, tokens: Tensor, count: Tensor, size: Tensor, pdl: int = 0) -> Tensor:
     """The same for a block of which the first `count` [B] int64 are known to be accepted. tokens: [B,W+1] int64."""
     return _commit(pool, slot, tokens, count, size, None, pdl)
 
 
 def commit_and_draft(
-    pool: Pool, slot: Tensor, choice: Tensor, size: Tensor, look_up: LookUp, pdl: bool = False
+    pool: Pool, slot: Tensor, choice: Tensor, size: Tensor, look_up: LookUp, pdl: int = 0
 ) -> Tensor:
     """`commit`, then the draft of the next step as `ngram` makes it, in one launch -> counts [B,3] int64: committed, drafted
     and the size of the next draft."""
@@ -341,7 +341,7 @@ def commit_and_draft(
 
 
 def _commit(
-    pool: Pool, slot: Tensor, block: Tensor, given: Tensor | None, size: Tensor, look_up: LookUp | None, pdl: bool
+    pool: Pool, slot: Tensor, block: Tensor, given: Tensor | None, size: Tensor, look_up: LookUp | None, pdl: int
 ) -> Tensor:
     rows, lanes = block.shape
     stops, width = pool.stop_ids.shape[1], pool.draft.shape[1]
@@ -357,7 +357,7 @@ def _commit(
     return counts
 
 
-def ngram(pool: Pool, slot: Tensor, look_up: LookUp, counts: Tensor, pdl: bool = False) -> None:
+def ngram(pool: Pool, slot: Tensor, look_up: LookUp, counts: Tensor, pdl: int = 0) -> None:
     """Draft for each row up to K tokens that followed the longest suffix the first time it occurred (drafters/ngram.py), none
     where it is not alive; the sizes also go to counts[:,2]. slot: [B] int64; counts: [B,3] int64."""
     width = pool.draft.shape[1]
@@ -368,14 +368,14 @@ def ngram(pool: Pool, slot: Tensor, look_up: LookUp, counts: Tensor, pdl: bool =
     )
 
 
-def uniform(seed: Tensor, slot: Tensor, position: Tensor, purpose: int, pdl: bool = False) -> Tensor:
+def uniform(seed: Tensor, slot: Tensor, position: Tensor, purpose: int, pdl: int = 0) -> Tensor:
     """noise.uniform with the slots' seeds. seed: [S] int64; slot, position: [N] int64 -> [N] float64"""
     out = seed.new_empty(len(slot), dtype=torch.float64)
     uniform_kernel[(triton.cdiv(len(slot), 128),)](seed, slot, position, out, len(slot), purpose, 128, pdl, **_launch(4, pdl))
     return out
 
 
-def draw_tempered(logits: Tensor, temperature: Tensor, u: Tensor, pdl: bool = False) -> Tensor:
+def draw_tempered(logits: Tensor, temperature: Tensor, u: Tensor, pdl: int = 0) -> Tensor:
     """A token of softmax(logits / temperature) by inverse CDF, the argmax where the temperature is 0 or the largest logit is
     not finite (a NaN counts as the largest). logits: [N,V] float32; temperature, u: [N] float64 -> [N] int64
 
@@ -385,7 +385,7 @@ def draw_tempered(logits: Tensor, temperature: Tensor, u: Tensor, pdl: bool = Fa
 
 
 def choose_tempered(
-    logits: Tensor, slot: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, pdl: bool = False
+    logits: Tensor, slot: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, pdl: int = 0
 ) -> Tensor:
     """The target's choices for slots that use a temperature and nothing else: draw_tempered with the noise of
     (seed, position, CHOOSE). logits: [B(W+1),V] float32; slot: [B] int64; positions: [B(W+1)] int64, of the tokens that
@@ -395,7 +395,7 @@ def choose_tempered(
 
 def _draw(
     logits: Tensor, temperature: Tensor, slot: Tensor | None, positions: Tensor | None, seed: Tensor | None, u: Tensor | None,
-    pdl: bool,
+    pdl: int,
 ) -> Tensor:
     total, vocab = logits.shape
     blocks = triton.cdiv(vocab, DRAW_BLOCK)
@@ -416,5 +416,5 @@ def _draw(
     return out
 
 
-def _launch(warps: int, pdl: bool) -> dict[str, Any]:
+def _launch(warps: int, pdl: int) -> dict[str, Any]:
     return {"num_warps": warps, "launch_pdl": True} if pdl else {"num_warps": warps}

@@ -126,7 +126,8 @@ class Target:
             kept[first] = x
             x = run_layers(x, batch, first, last)
         kept[len(weights.layers)] = x
-        logits = run.norm_logits(x[batch.logits_at], weights.norm, self.config.eps, weights.head)  # [N,V]
+        x = x if batch.logits_at is None else x[batch.logits_at]  # [N,H]
+        logits = run.norm_logits(x, weights.norm, self.config.eps, weights.head)  # [N,V]
         return Forward(logits, tuple(kept[i] for i in layers))
 
 
