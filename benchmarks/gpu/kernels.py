@@ -160,10 +160,10 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
         ):
             size = columns * step * stages * 2 * rows + 32 * step * stages
             if size <= 200_000 and n // columns >= 60:
-                for ahead in (512, 2048, 4096) if k >= 2048 else (512, k):
+                for ahead in (512, 2048) if k >= 2048 else (512,):
                     found.append(Tiles(columns, warps, step, stages, split, ahead))
     if normed and k >= 1024:
-        found += [tiles._replace(apart=True) for tiles in found]
+        found = [tiles._replace(apart=True) for tiles in found] + (found if k < 4096 else [])
     return found
 
 
@@ -186,8 +186,7 @@ def compile_product(job: tuple[str, int, int, bool, Tiles]) -> str:
             "gate_up": lambda run, x, norm, residual, weight: run.norm_gate_up(x, norm, EPS, weight),
             "head": lambda run, x, norm, residual, weight: run.norm_logits(x, norm, EPS, weight),
         }.get(kind, lambda run, x, norm, residual, weight: run.linear_add(x, weight, None, residual))
-        operation(run.chained(), x, norm, residual, weight)
-        got = operation(run, x, norm, residual, weight)
+        got = operation(run.chained(), x, norm, residual, weight)
         off = error(got, operation(reference, x.float(), norm.float(), residual.float(), weight.float()))
         return "" if off < 0.01 else f"differs by {off:.1e}"
     except Exception as problem:
@@ -203,12 +202,10 @@ def compile_attention(job: tuple[Model, int, int, int, cuda_attention.Cut]) -> s
         batch = step.batch(rows, width, context)
         heads, kv, dim = model.attention[:3]
         qkv = randoms(rows * width, (heads + 2 * kv) * dim)
-        run = CudaKernels(DEVICE).bounded(width, bound(context))
-        for one in (run, run.chained()):
-            one.attend(
-                qkv, model.attention, step.cos, step.sin, step.head_norm, step.head_norm, step.layers[0].keys,
-                step.layers[0].values, batch
-            )
+        CudaKernels(DEVICE).bounded(width, bound(context)).chained().attend(
+            qkv, model.attention, step.cos, step.sin, step.head_norm, step.head_norm, step.layers[0].keys,
+            step.layers[0].values, batch
+        )
         torch.cuda.synchronize()
         return ""
     except Exception as problem:
@@ -329,7 +326,7 @@ def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
         for tiles in cuts(*shape, kind not in ("o", "down"))
     ]
     loads = ((1, 1, 512), (1, 9, 512))
-    attention_jobs = [(step.model, *load, cut) for step in steps for load in LOADS for cut in ATTENTION_CUTS]
+    attention_jobs = [(step.model, *load, cut) for step in steps for load in loads for cut in ATTENTION_CUTS]
     if "attention" not in given:
         attention_jobs = []
     began = time.time()
@@ -349,7 +346,7 @@ def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
         def measure() -> list[float]:
             times = []
             for (_, width, context), batch in zip(loads, batches, strict=True):
-                run = CudaKernels(DEVICE).bounded(width, bound(context))
+                run = CudaKernels(DEVICE).bounded(width, bound(context)).chained()
                 times.append(graph_ms(lambda: step.forward(run, batch), 3, 8, 40)[0])
             return times
 

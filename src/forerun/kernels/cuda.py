@@ -36,20 +36,20 @@ def few_tokens(hidden: int) -> int:
 TUNED: dict[tuple[int, int, bool], Tiles] = {
     # SmolLM2-135M: q k v, out, gate and up, down, head
     (960, 576, False): Tiles(16, 4, 0, 3),
-    (576, 576, False): Tiles(8, 4, 0, 3),
-    (1536, 576, True): Tiles(8, 4, 0, 1),
-    (576, 1536, False): Tiles(8, 8, 0, 1),
+    (576, 576, False): Tiles(8, 2, 0, 2),
+    (1536, 576, True): Tiles(8, 4, 0, 2),
+    (576, 1536, False): Tiles(8, 4, 0, 2),
     (49152, 576, False): Tiles(64, 8, 128, 4),
     # Qwen3-0.6B
-    (4096, 1024, False): Tiles(64, 4, 128, 4, apart=True),
-    (1024, 2048, False): Tiles(16, 8, 0, 1),
-    (3072, 1024, True): Tiles(32, 4, 256, 4, apart=True),
-    (1024, 3072, False): Tiles(8, 8, 0, 3),
+    (4096, 1024, False): Tiles(8, 2, 0, 2, apart=True),
+    (1024, 2048, False): Tiles(8, 4, 0, 2),
+    (3072, 1024, True): Tiles(32, 4, 128, 5, apart=True),
+    (1024, 3072, False): Tiles(8, 8, 0, 2),
     (151936, 1024, False): Tiles(64, 4, 128, 4, apart=True),
     # Llama-3.1-8B
-    (6144, 4096, False): Tiles(16, 2, 256, 4, apart=True),
+    (6144, 4096, False): Tiles(16, 4, 512, 3, 4, apart=True),
     (4096, 4096, False): Tiles(8, 4, 512, 3, 4),
-    (14336, 4096, True): Tiles(32, 4, 256, 4, apart=True),
+    (14336, 4096, True): Tiles(32, 4, 256, 3, apart=True),
     (4096, 14336, False): Tiles(8, 4, 512, 3, 4),
     (128256, 4096, False): Tiles(64, 4, 128, 4, apart=True),
 }
