@@ -56,17 +56,19 @@ TUNED: dict[tuple[int, int, bool], Tiles] = {
 
 
 def choose(weight: Tensor, gate: bool = False) -> Tiles:
-    """How to cut the product with a weight [n,k] ([2n,k] with gate)."""
+    """How to cut the product with a weight [n,k] ([2n,k] with gate): as measured, or as shapes most like it were."""
     n, k = weight.shape[0] // 2 if gate else weight.shape[0], weight.shape[1]
     for (tuned_n, tuned_k, tuned_gate), tiles in TUNED.items():
         if (tuned_k, tuned_gate) == (k, gate) and abs(tuned_n - n) * 100 <= tuned_n:  # a head cut to the tokenizer's ids
             return tiles
-    if k <= 2048:
-        for columns in (8, 16, 32):
-            if n <= columns * 264:
-                break
-        return Tiles(columns, 4, 0, 1)
-    return Tiles(16 if gate else 32, 4, 256, 3)
+    apart = k >= 1024
+    if n >= 32768:  # a head
+        return Tiles(64, 4, 128, 4, apart=apart)
+    if gate:
+        return Tiles(32, 4, 256, 3, apart=True) if apart else Tiles(8, 4, 0, 2)
+    if k <= 3072:
+        return Tiles(8, 4 if k <= 2048 else 8, 0, 2, apart=apart)
+    return Tiles(8 if n <= k else 16, 4, 512, 3, 4, apart=apart)
 
 
 class CudaKernels:
