@@ -61,15 +61,18 @@ def wide(function, *given):
     return function(*(x.float() if isinstance(x, torch.Tensor) else x for x in given))
 
 
-# all of K in one part, in three; K in a loop, with a norm of its own, split over the warps
-CUTS = [Tiles(8, 4, 0, 1), Tiles(16, 2, 0, 3), Tiles(16, 4, 64, 2), Tiles(16, 4, 64, 2, apart=True), Tiles(16, 4, 64, 2, 4)]
+# all of K in one part, in three; K in a loop, with a norm of its own, split over the warps; more tokens in a program
+CUTS = [
+    Tiles(8, 4, 0, 1), Tiles(16, 2, 0, 3), Tiles(16, 4, 64, 2), Tiles(16, 4, 64, 2, apart=True), Tiles(16, 4, 64, 2, 4),
+    Tiles(16, 4, 64, 2, tokens=32), Tiles(8, 4, 0, 2, tokens=32),
+]
 
 
 @pytest.mark.parametrize(("tokens", "k"), [(1, 96), (3, 72), (16, 64), (20, 96)])
 @pytest.mark.parametrize("cut", CUTS)
 def test_products(run: CudaKernels, monkeypatch, tokens: int, k: int, cut: Tiles) -> None:
     monkeypatch.setattr("forerun.kernels.cuda.choose", lambda *given: cut)
-    monkeypatch.setattr("forerun.kernels.cuda.FEW_TOKENS", 64)  # 20 tokens are two blocks of 16
+    run.few = 64  # 20 tokens are two blocks of 16
     x, norm = random(tokens, k, seed=1), random(k, seed=2)
     weight, bias = random(37, k, seed=3, scale=k**-0.5), random(37, seed=4)
     residual, both = random(tokens, 37, seed=5), random(2 * 24, k, seed=6, scale=k**-0.5)

@@ -167,20 +167,55 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
     return found
 
 
+def many_cuts(n: int, k: int, gate: bool, normed: bool, most: int) -> list[Tiles]:
+    """The cuts worth timing for more than 16 tokens."""
+    rows, found = 2 if gate else 1, []
+    if most == 32 and k <= 2048:
+        for columns, warps, parts in ((8, 4, 2), (16, 4, 2), (8, 4, 3), (16, 8, 2)):
+            if (32 + columns * rows) * parts * triton.next_power_of_2(-(-k // parts)) / (warps * 32) <= 400:
+                found.append(Tiles(columns, warps, 0, parts, tokens=32))
+    loops = ((16, 4, 64, 5), (16, 4, 128, 4), (32, 4, 64, 5), (32, 4, 128, 4), (64, 4, 128, 3))
+    if most >= 64:
+        loops += ((64, 8, 64, 4), (64, 8, 128, 3), (128, 8, 64, 4))
+    for columns, warps, step, stages in loops:
+        found.append(Tiles(columns, warps, step, stages, tokens=min(most, 64)))
+    if most == 256:
+        for columns, warps, step, stages in ((32, 4, 64, 4), (64, 8, 64, 4), (128, 8, 64, 3)):
+            found.append(Tiles(columns, warps, step, stages, tokens=128))
+    found = [
+        tiles for tiles in found if n // tiles.columns >= 8
+        and (tiles.columns * rows + tiles.tokens) * tiles.step * tiles.stages * 2 <= 210_000 and tiles.columns * rows <= 256
+    ]
+    return [tiles._replace(apart=True) for tiles in found] if normed else found
+
+
+CLASSES = {16: ((1, 1, 512), (1, 9, 512)), 32: ((32, 1, 512),), 64: ((8, 5, 512),), 256: ((32, 5, 512), (128, 1, 512))}
+
+
+def cuts_for(most: int, kind: str, shape: tuple[int, int, bool]) -> list[Tiles]:
+    normed = kind not in ("o", "down")
+    return cuts(*shape, normed) if most == 16 else many_cuts(*shape, normed, most)
+
+
+def table_for(most: int) -> dict[tuple[int, int, bool], Tiles]:
+    return cuda.TUNED if most == 16 else cuda.MANY[most]
+
+
 ATTENTION_CUTS = tuple(
     cuda_attention.Cut(warps, positions, 1, at_once=at_once)
     for warps, positions in ((4, 128), (8, 128), (4, 64), (2, 64)) for at_once in (1, 4)
 )
 
 
-def compile_product(job: tuple[str, int, int, bool, Tiles]) -> str:
+def compile_product(job: tuple[int, str, int, int, bool, Tiles]) -> str:
     """In a process of its own: put a kernel into Triton's cache, and check it. What is wrong with it, where anything is."""
-    kind, n, k, gate, tiles = job
+    most, kind, n, k, gate, tiles = job
     try:
         weight = randoms(n * (2 if gate else 1), k, scale=k**-0.5)
-        norm, x, residual = randoms(k), randoms(9, k), randoms(9, n)
-        cuda.TUNED[n, k, gate] = tiles
-        run = CudaKernels(DEVICE)
+        tokens = {16: 9, 32: 32, 64: 40, 256: 160}[most]
+        norm, x, residual = randoms(k), randoms(tokens, k), randoms(tokens, n)
+        table_for(most)[n, k, gate] = tiles
+        run = CudaKernels(DEVICE, few=256)
         operation = {
             "qkv": lambda run, x, norm, residual, weight: run.norm_linear(x, norm, EPS, weight, None),
             "gate_up": lambda run, x, norm, residual, weight: run.norm_gate_up(x, norm, EPS, weight),
@@ -318,14 +353,14 @@ def check_step(step: Step, rows: int, width: int, context: int) -> float:
     return max(error(got, want), worst)
 
 
-def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
+def sweep(steps: list[Step], given: list[str], most: int) -> list[dict[str, Any]]:
     """The fastest cut of each product and of attention, one after the other, in the step itself: what a launch costs depends
-    on its neighbours, whose ends and beginnings it overlaps. Sets TUNED and CUTS."""
+    on its neighbours, whose ends and beginnings it overlaps. For up to `most` tokens. Sets TUNED or MANY, and CUTS."""
     jobs = [
-        (kind, *shape, tiles) for step in steps for kind, shape in step.model.products().items() if kind in given
-        for tiles in cuts(*shape, kind not in ("o", "down"))
+        (most, kind, *shape, tiles) for step in steps for kind, shape in step.model.products().items() if kind in given
+        for tiles in cuts_for(most, kind, shape)
     ]
-    loads = ((1, 1, 512), (1, 9, 512))
+    loads = CLASSES[most]
     attention_jobs = [(step.model, *load, cut) for step in steps for load in loads for cut in ATTENTION_CUTS]
     if "attention" not in given:
         attention_jobs = []
@@ -336,7 +371,7 @@ def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
     print(f"compiled {len(problems)} kernels in {time.time() - began:.0f} s", flush=True)
     for job, problem in problems.items():
         if problem:
-            print("PROBLEM", job if isinstance(job[0], str) else (job[0].name, *job[1:]), problem)
+            print("PROBLEM", job if isinstance(job[0], int) else (job[0].name, *job[1:]), problem)
     records = []
     for step in steps:
         batches = [step.batch(*load) for load in loads]
@@ -346,7 +381,7 @@ def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
         def measure() -> list[float]:
             times = []
             for (_, width, context), batch in zip(loads, batches, strict=True):
-                run = CudaKernels(DEVICE).bounded(width, bound(context)).chained()
+                run = CudaKernels(DEVICE, few=256).bounded(width, bound(context)).chained()
                 times.append(graph_ms(lambda: step.forward(run, batch), 3, 8, 40)[0])
             return times
 
@@ -355,20 +390,26 @@ def sweep(steps: list[Step], given: list[str]) -> list[dict[str, Any]]:
                 table, key = cuda_attention.CUTS, wide
                 candidates = [cut for cut in ATTENTION_CUTS if not any(problems[step.model, *load, cut] for load in loads)]
             else:
-                table, key = cuda.TUNED, shapes[kind]
-                candidates = [tiles for tiles in cuts(*key, kind not in ("o", "down")) if not problems[kind, *key, tiles]]
+                table, key = table_for(most), shapes[kind]
+                candidates = [tiles for tiles in cuts_for(most, kind, key) if not problems[most, kind, *key, tiles]]
             timed = []
             for candidate in candidates:
                 table[key] = candidate
                 ms = measure()
                 timed.append((sum(ms), candidate, ms))
-                records.append({"model": step.model.name, "kind": kind, "shape": key, "cut": candidate, "ms": ms})
+                named = {"model": step.model.name, "kind": kind, "tokens": most}
+                records.append({**named, "shape": key, "cut": candidate, "ms": ms})
             if not timed:
                 continue
             timed.sort()
             table[key] = timed[0][1]
-            first = "  ".join(f"{tuple(map(int, cut))} {ms[0]:.4f}/{ms[1]:.4f}" for _, cut, ms in timed[:4])
-            print(step.model.name, kind, key, first, f"  worst {timed[-1][2][0]:.3f}", flush=True)
+            first = "  ".join(f"{tuple(map(int, cut))} " + "/".join(f"{t:.4f}" for t in ms) for _, cut, ms in timed[:4])
+            print(most, step.model.name, kind, key, first, f"  worst {timed[-1][2][0]:.3f}", flush=True)
+        for load, batch in zip(loads, batches, strict=True):
+            run = CudaKernels(DEVICE, few=0).bounded(load[1], bound(load[2]))
+            vendor, _ = graph_ms(lambda: step.forward(run, batch), 3, 8, 40)
+            records.append({"model": step.model.name, "tokens": most, "load": load, "vendor_ms": vendor})
+            print(most, step.model.name, load, f"vendor {vendor:.4f}", flush=True)
     return records
 
 
@@ -411,6 +452,7 @@ def time_argmax() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--tokens", default="16", help="which classes of tokens --sweep goes over: 16, 32, 64, 256")
     parser.add_argument("--models", default="0,1,2", help="which of the models, by number")
     parser.add_argument("--kinds", default="gate_up,down,qkv,o,attention,head", help="what --sweep goes over, in this order")
     parser.add_argument("--brief", action="store_true", help="one request at context 512 alone")
@@ -425,10 +467,12 @@ def main() -> None:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / "gpu-kernels.json").write_text(json.dumps(result, indent=1, default=str))
 
-    steps = [Step(model, 1200) for model in models]
+    steps = [Step(model, 4400) for model in models]
     if given.sweep:
-        result["sweep"] = sweep(steps, given.kinds.split(","))
-        save()
+        result["sweep"] = []
+        for most in given.tokens.split(","):
+            result["sweep"] += sweep(steps, given.kinds.split(","), int(most))
+            save()
     result["checks"] = {}
     for step in steps:
         for rows, width, context in ((1, 1, 300), (1, 9, 700), (3, 5, 130), (8, 5, 600), (3, 0, 150)):

@@ -32,7 +32,7 @@ def few_tokens(hidden: int) -> int:
     return 64 if hidden <= 768 else 32 if hidden <= 1536 else FEW_TOKENS
 
 
-# (outputs, k, gate): the fastest cut measured on an H200 by benchmarks/gpu/kernels.py, for shapes that were
+# (outputs, k, gate): the fastest cut for up to 16 tokens, measured on an H200 by benchmarks/gpu/kernels.py, of shapes that were
 TUNED: dict[tuple[int, int, bool], Tiles] = {
     # SmolLM2-135M: q k v, out, gate and up, down, head
     (960, 576, False): Tiles(16, 4, 0, 3),
@@ -55,12 +55,20 @@ TUNED: dict[tuple[int, int, bool], Tiles] = {
 }
 
 
-def choose(weight: Tensor, gate: bool = False) -> Tiles:
-    """How to cut the product with a weight [n,k] ([2n,k] with gate): as measured, or as shapes most like it were."""
+# the same for more tokens, by the most that it is for
+MANY: dict[int, dict[tuple[int, int, bool], Tiles]] = {32: {}, 64: {}, 256: {}}
+
+
+def choose(weight: Tensor, total: int, gate: bool = False) -> Tiles:
+    """How to cut the product of `total` tokens with a weight [n,k] ([2n,k] with gate): as measured, or as shapes most like
+    it were."""
     n, k = weight.shape[0] // 2 if gate else weight.shape[0], weight.shape[1]
-    for (tuned_n, tuned_k, tuned_gate), tiles in TUNED.items():
+    table = TUNED if total <= FEW_TOKENS else next((MANY[most] for most in MANY if total <= most), MANY[256])
+    for (tuned_n, tuned_k, tuned_gate), tiles in table.items():
         if (tuned_k, tuned_gate) == (k, gate) and abs(tuned_n - n) * 100 <= tuned_n:  # a head cut to the tokenizer's ids
             return tiles
+    if total > FEW_TOKENS:
+        return Tiles(16, 4, 128, 4, apart=True, tokens=32 if total <= 32 else 64)
     apart = k >= 1024
     if n >= 32768:  # a head
         return Tiles(64, 4, 128, 4, apart=apart)
@@ -103,7 +111,7 @@ class CudaKernels:
         if x.shape[0] > self.few:
             return F.linear(self.rms_norm(x, norm, eps), weight, bias)
         out = x.new_empty(x.shape[0], weight.shape[0])
-        self._normed_product(choose(weight), x, norm, eps, weight, bias, out)
+        self._normed_product(choose(weight, x.shape[0]), x, norm, eps, weight, bias, out)
         return out
 
     def attend(
@@ -119,7 +127,7 @@ class CudaKernels:
         if x.shape[0] > self.few:
             return residual + F.linear(x, weight, bias)
         out = torch.empty_like(residual)
-        launch(choose(weight), self.pdl, x, None, 0.0, weight, bias, residual, out)
+        launch(choose(weight, x.shape[0]), self.pdl, x, None, 0.0, weight, bias, residual, out)
         return out
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -129,14 +137,17 @@ class CudaKernels:
             both = F.linear(self.rms_norm(x, norm, eps), weight)
             products.silu_mul_kernel[(total, triton.cdiv(inner, 1024))](both, out, inner, 1024, False)
         else:
-            self._normed_product(choose(weight, True), x, norm, eps, weight, None, out, gate=True)
+            self._normed_product(choose(weight, total, True), x, norm, eps, weight, None, out, gate=True)
         return out
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
         if x.shape[0] > self.few:
-            return F.linear(self.rms_norm(x, norm, eps), weight).float()
+            normed = self.rms_norm(x, norm, eps)
+            if self.device.type == "cuda":
+                return torch.mm(normed, weight.T, out_dtype=torch.float32)
+            return F.linear(normed.float(), weight.float())
         out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
-        self._normed_product(choose(weight), x, norm, eps, weight, None, out)
+        self._normed_product(choose(weight, x.shape[0]), x, norm, eps, weight, None, out)
         return out
 
     def norm_argmax(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -144,7 +155,7 @@ class CudaKernels:
         total = x.shape[0]
         if total > self.few:
             return self.argmax(self.norm_logits(x, norm, eps, weight))
-        tiles = choose(weight)
+        tiles = choose(weight, total)
         blocks = triton.cdiv(weight.shape[0], tiles.columns)
         tops = x.new_empty(total, blocks, dtype=torch.float32)
         firsts = x.new_empty(total, blocks, dtype=torch.int32)

@@ -8,8 +8,8 @@ its input. When it lets the next one start is its PDL:
     AT_ONCE: kernels further on may fetch their weights too, as far as they find room, while the ones before them run. What
     they read before their waits has to be complete when the chain begins.
 
-Up to 16 tokens share one tile, so that each output is summed in the same order for 1 token as for 16: a verify step rounds
-as plain decoding does.
+Up to 16 tokens share one tile, so that each output is summed in the same order for 1 token as for 16: a verify step of one
+request rounds as plain decoding does. More tokens are cut in other ways, and round in others.
 """
 
 # Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     K is held in). split: warps that share a step of K.
     ahead: how much of each row of weights is called into the L2 cache before the wait, a power of two from 64 on, or 0.
     apart: a norm before the product is a launch of its own, which pays where K is so long that each program's normalising
-    of all of it costs more than the launch."""
+    of all of it costs more than the launch. tokens: of a program, a power of two from 16 on."""
 
     columns: int
     warps: int
@@ -42,6 +42,7 @@ class Tiles(NamedTuple):
     split: int = 1
     ahead: int = 512
     apart: bool = False
+    tokens: int = 16
 
 
 @triton.jit
@@ -297,7 +298,7 @@ def launch(
     each block of columns, [T, ceil(N / columns)]."""
     total, k = x.shape
     n = weight.shape[0] // 2 if gate else weight.shape[0]
-    bm = 16
+    bm = tiles.tokens
     grid = (triton.cdiv(total, bm), triton.cdiv(n, tiles.columns))  # blocks of tokens side by side, to read the weights once
     dummy = x
     args = (
