@@ -170,15 +170,13 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
 def many_cuts(n: int, k: int, gate: bool, normed: bool, most: int) -> list[Tiles]:
     """The cuts worth timing for more than 16 tokens."""
     rows, found = 2 if gate else 1, []
-    if most == 32 and k <= 2048:
-        for columns, warps, parts in ((8, 4, 2), (16, 4, 2), (8, 4, 3), (16, 8, 2)):
-            if (32 + columns * rows) * parts * triton.next_power_of_2(-(-k // parts)) / (warps * 32) <= 400:
-                found.append(Tiles(columns, warps, 0, parts, tokens=32))
     loops = ((16, 4, 64, 5), (16, 4, 128, 4), (32, 4, 64, 5), (32, 4, 128, 4), (64, 4, 128, 3))
     if most >= 64:
         loops += ((64, 8, 64, 4), (64, 8, 128, 3), (128, 8, 64, 4))
     for columns, warps, step, stages in loops:
-        found.append(Tiles(columns, warps, step, stages, tokens=min(most, 64)))
+        found.append(Tiles(columns, warps, step, stages, tokens=64))
+    if most == 32:
+        found += [tiles._replace(tokens=32) for tiles in found]
     if most == 256:
         for columns, warps, step, stages in ((32, 4, 64, 4), (64, 8, 64, 4), (128, 8, 64, 3)):
             found.append(Tiles(columns, warps, step, stages, tokens=128))
@@ -189,7 +187,7 @@ def many_cuts(n: int, k: int, gate: bool, normed: bool, most: int) -> list[Tiles
     return [tiles._replace(apart=True) for tiles in found] if normed else found
 
 
-CLASSES = {16: ((1, 1, 512), (1, 9, 512)), 32: ((32, 1, 512),), 64: ((8, 5, 512),), 256: ((32, 5, 512), (128, 1, 512))}
+CLASSES = {16: ((1, 1, 512), (1, 9, 512)), 32: ((32, 1, 512),), 64: ((8, 5, 512),), 128: ((128, 1, 512),), 256: ((32, 5, 512),)}
 
 
 def cuts_for(most: int, kind: str, shape: tuple[int, int, bool]) -> list[Tiles]:
@@ -205,6 +203,10 @@ ATTENTION_CUTS = tuple(
     cuda_attention.Cut(warps, positions, 1, at_once=at_once)
     for warps, positions in ((4, 128), (8, 128), (4, 64), (2, 64)) for at_once in (1, 4)
 )
+ATTENTION_MANY = tuple(
+    cuda_attention.Cut(4, positions, 1, programs, 4, most)
+    for positions, programs, most in ((128, 264, 16), (128, 264, 8), (128, 64, 16), (64, 264, 16))
+)
 
 
 def compile_product(job: tuple[int, str, int, int, bool, Tiles]) -> str:
@@ -212,7 +214,7 @@ def compile_product(job: tuple[int, str, int, int, bool, Tiles]) -> str:
     most, kind, n, k, gate, tiles = job
     try:
         weight = randoms(n * (2 if gate else 1), k, scale=k**-0.5)
-        tokens = {16: 9, 32: 32, 64: 40, 256: 160}[most]
+        tokens = CLASSES[most][-1][0] * CLASSES[most][-1][1]
         norm, x, residual = randoms(k), randoms(tokens, k), randoms(tokens, n)
         table_for(most)[n, k, gate] = tiles
         run = CudaKernels(DEVICE, few=256)
@@ -361,7 +363,8 @@ def sweep(steps: list[Step], given: list[str], most: int) -> list[dict[str, Any]
         for tiles in cuts_for(most, kind, shape)
     ]
     loads = CLASSES[most]
-    attention_jobs = [(step.model, *load, cut) for step in steps for load in loads for cut in ATTENTION_CUTS]
+    attention_cuts = ATTENTION_CUTS if most == 16 else ATTENTION_MANY
+    attention_jobs = [(step.model, *load, cut) for step in steps for load in loads for cut in attention_cuts]
     if "attention" not in given:
         attention_jobs = []
     began = time.time()
@@ -388,7 +391,7 @@ def sweep(steps: list[Step], given: list[str], most: int) -> list[dict[str, Any]
         for kind in given:
             if kind == "attention":
                 table, key = cuda_attention.CUTS, wide
-                candidates = [cut for cut in ATTENTION_CUTS if not any(problems[step.model, *load, cut] for load in loads)]
+                candidates = [cut for cut in attention_cuts if not any(problems[step.model, *load, cut] for load in loads)]
             else:
                 table, key = table_for(most), shapes[kind]
                 candidates = [tiles for tiles in cuts_for(most, kind, key) if not problems[most, kind, *key, tiles]]
@@ -452,7 +455,7 @@ def time_argmax() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--tokens", default="16", help="which classes of tokens --sweep goes over: 16, 32, 64, 256")
+    parser.add_argument("--tokens", default="16", help="which classes of tokens --sweep goes over: 16, 32, 64, 128, 256")
     parser.add_argument("--models", default="0,1,2", help="which of the models, by number")
     parser.add_argument("--kinds", default="gate_up,down,qkv,o,attention,head", help="what --sweep goes over, in this order")
     parser.add_argument("--brief", action="store_true", help="one request at context 512 alone")
