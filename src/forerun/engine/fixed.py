@@ -300,8 +300,10 @@ class FixedStep:
     def launch(self, plan: Plan) -> FixedFlight:
         start = time.perf_counter()
         self._lay_pages(plan.rows)
-        decoding = [row for row in plan.rows if row.samples and row.pending == 1]
-        prompts = [row for row in plan.rows if not (row.samples and row.pending == 1)]
+        decoding, prompts = plan.rows, []
+        if any(row.pending != 1 or not row.samples for row in plan.rows):
+            decoding = [row for row in plan.rows if row.samples and row.pending == 1]
+            prompts = [row for row in plan.rows if not (row.samples and row.pending == 1)]
         parts: list[tuple[list[PlanRow], Report]] = []
         if decoding and self.body.host_drafter is not None and any(row.k for row in decoding):
             self._draft_on_host(decoding)
