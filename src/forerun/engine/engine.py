@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,11 +214,10 @@ class Engine:
         events: list[Event] = []
         if due:
             flight = self._flights.popleft()
-            committed = flight.read()
             spent = flight.times
-            verified: list[tuple[int, int]] = []
-            events = [event for one in committed if (event := self._commit(one, verified)) is not None]
-            for (drafted, accepted), rows in Counter(verified).items():
+            verified: dict[tuple[int, int], int] = defaultdict(int)
+            events = [event for one in flight.read() if (event := self._commit(one, verified)) is not None]
+            for (drafted, accepted), rows in verified.items():
                 self.stats.drafts.count(drafted, accepted, rows)
             self.stats.steps += 1
 
@@ -235,9 +234,9 @@ class Engine:
         self.stats.cached_tokens += sequence.computed
         self._step.admit(sequence)
 
-    def _commit(self, one: Committed, verified: list[tuple[int, int]]) -> Event | None:
-        """Cut the block where the request ends; count, publish and report what is left of it. verified gets the row's
-        drafted and accepted tokens."""
+    def _commit(self, one: Committed, verified: dict[tuple[int, int], int]) -> Event | None:
+        """Cut the block where the request ends; count, publish and report what is left of it. verified: how many rows of
+        the step had so many tokens drafted, and so many accepted."""
         row, stats = one.row, self.stats
         sequence = row.sequence
         if row.turn != sequence.turn:
@@ -249,12 +248,13 @@ class Engine:
         tokens, text, reason = self._cut(sequence, one.tokens)
         first = len(sequence.ids) == sequence.prompt
         self.scheduler.commit(row, tokens)
-        stats.prompt_tokens += row.pending if first else row.pending - 1
+        if first or row.pending > 1:
+            stats.prompt_tokens += row.pending if first else row.pending - 1
         stats.output_tokens += len(tokens)
         if not first or one.drafted:  # the step that ends a prompt verifies nothing
             accepted = min(len(one.tokens) - 1, len(tokens)) if one.drafted else 0
             sequence.stats.count(one.drafted, accepted)
-            verified.append((one.drafted, accepted))
+            verified[one.drafted, accepted] += 1
         if reason is not None:
             self._end(sequence)
         logprobs = tuple(one.logprobs[: len(tokens)]) if one.logprobs else ()
