@@ -245,7 +245,12 @@ class Engine:
             self.scheduler.commit(row, [])
             stats.prompt_tokens += row.pending
             return None
-        tokens, text, reason = self._cut(sequence, one.tokens)
+        request, tokens, reason = sequence.request, one.tokens, None
+        stream = self._texts[request.id]
+        if stream.without and len(sequence.ids) + len(tokens) < sequence.limit and sequence.stops.isdisjoint(tokens):
+            text = stream.pass_on(tokens)  # nothing in the block can end the request
+        else:
+            tokens, text, reason = self._cut(sequence, stream, tokens)
         first = len(sequence.ids) == sequence.prompt
         self.scheduler.commit(row, tokens)
         if first or row.pending > 1:
@@ -258,15 +263,12 @@ class Engine:
         if reason is not None:
             self._end(sequence)
         logprobs = tuple(one.logprobs[: len(tokens)]) if one.logprobs else ()
-        return Event(sequence.request.id, tuple(tokens), text, logprobs, reason)
+        return Event(request.id, tuple(tokens), text, logprobs, reason)
 
-    def _cut(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], str, FinishReason | None]:
+    @staticmethod
+    def _cut(sequence: Sequence, stream: TextStream, tokens: list[int]) -> tuple[list[int], str, FinishReason | None]:
         """The tokens up to the first that ends the request, with the text they set free and the reason."""
-        request = sequence.request
-        stream = self._texts[request.id]
-        if stream.without and len(sequence.ids) + len(tokens) < sequence.limit and sequence.stops.isdisjoint(tokens):
-            return tokens, stream.pass_on(tokens), None
-        text, generated = "", sequence.generated
+        request, text, generated = sequence.request, "", sequence.generated
         for i, token in enumerate(tokens):
             generated += 1
             if token in sequence.stops:
