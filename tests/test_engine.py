@@ -14,6 +14,7 @@ from forerun.config import EngineConfig, Speculation
 from forerun.drafters import Needs, Rows
 from forerun.engine.engine import Engine
 from forerun.engine.slots import Slots
+from forerun.engine.stats import DraftStats
 from forerun.kernels import Batch
 from forerun.models.decoder import Target
 from forerun.models.tokenizer import Detokenizer, Tokenizer
@@ -164,6 +165,24 @@ def test_right_drafts_save_steps(folder: Path, target: Target) -> None:
     assert run(it, requests)["a"].ids == answers["a"].ids
     assert plain.stats.steps == 36 and it.stats.steps == 1 + 7  # 35 tokens behind the prompt's, five a step
     assert it.stats.drafts.acceptance_rate == 1.0 and it.stats.drafts.acceptance_length == 5.0
+
+
+@FIXED
+def test_the_engine_counts_what_its_requests_count(folder: Path, target: Target, fixed: bool) -> None:
+    """Drafts of all lengths, accepted 0 .. 4 at a time: the sum over the requests, position by position."""
+    requests = [request(str(i), p, max_tokens=20 + i, stop_ids=()) for i, p in enumerate(prompts(5, 4))]
+    plain = run(engine(folder, target), requests)
+    rng = random.Random(1)
+    it = speculative(folder, target, plain, 4, lambda: rng.randint(0, 4), fixed=fixed)
+    sequences = [it.add(one) for one in requests]
+    while it.has_work:
+        it.step()
+    whole = DraftStats()
+    for sequence in sequences:
+        whole.add(sequence.stats)
+    assert it.stats.drafts == whole
+    assert whole.accepted + whole.steps == sum(len(plain[one.id].ids) - 1 for one in requests)
+    assert whole.drafted_at[0] == whole.drafting_steps < whole.steps and whole.accepted == sum(whole.accepted_at) > 0
 
 
 @FIXED

@@ -22,8 +22,7 @@ def scheduler(k: int = 0, pages: int = 64, slots: int = 8, budget: int = 64, cac
 
 def advance(it: Scheduler, plan: Plan, accept: random.Random | None = None) -> None:
     """Commit a step as the engine would, accepting a random share of the drafts."""
-    for row in plan.rows:
-        it.launch(row)
+    it.launch(plan.rows)
     for row in plan.rows:
         taken = (accept.randint(0, row.k) if accept else row.k) if row.samples else -1
         it.commit(row, [7] * (taken + 1))

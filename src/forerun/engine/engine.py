@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -209,15 +209,16 @@ class Engine:
         spent = Times(0.0, 0.0, 0.0)
         if plan.rows:
             self._flights.append(self._step.launch(plan))
-            for row in plan.rows:
-                self.scheduler.launch(row)
+            self.scheduler.launch(plan.rows)
         due = len(self._flights) > self._step.lag or (self._flights and not plan.rows)
         events: list[Event] = []
         if due:
             flight = self._flights.popleft()
-            committed = flight.read()
             spent = flight.times
-            events = [event for one in committed if (event := self._commit(one)) is not None]
+            verified: dict[tuple[int, int], int] = defaultdict(int)
+            events = [event for one in flight.read() if (event := self._commit(one, verified)) is not None]
+            for (drafted, accepted), rows in verified.items():
+                self.stats.drafts.count(drafted, accepted, rows)
             self.stats.steps += 1
 
         stats = self.stats
@@ -233,35 +234,44 @@ class Engine:
         self.stats.cached_tokens += sequence.computed
         self._step.admit(sequence)
 
-    def _commit(self, one: Committed) -> Event | None:
-        """Cut the block where the request ends; count, publish and report what is left of it."""
-        row, sequence = one.row, one.row.sequence
-        if row.stale:
+    def _commit(self, one: Committed, verified: dict[tuple[int, int], int]) -> Event | None:
+        """Cut the block where the request ends; count, publish and report what is left of it. verified: how many rows of
+        the step had so many tokens drafted, and so many accepted."""
+        row, stats = one.row, self.stats
+        sequence = row.sequence
+        if row.turn != sequence.turn:
             return None
         if not row.samples:
             self.scheduler.commit(row, [])
-            self.stats.prompt_tokens += row.pending
+            stats.prompt_tokens += row.pending
             return None
-        tokens, text, reason = self._cut(sequence, one.tokens)
-        prompt = row.pending if sequence.generated == 0 else row.pending - 1
+        request, tokens, reason = sequence.request, one.tokens, None
+        stream = self._texts[request.id]
+        if stream.without and len(sequence.ids) + len(tokens) < sequence.limit and sequence.stops.isdisjoint(tokens):
+            text = stream.pass_on(tokens)  # nothing in the block can end the request
+        else:
+            tokens, text, reason = self._cut(sequence, stream, tokens)
+        first = len(sequence.ids) == sequence.prompt
         self.scheduler.commit(row, tokens)
-        if sequence.generated > len(tokens) or one.drafted:  # the step that ends a prompt verifies nothing
-            accepted = min(len(one.tokens) - 1, len(tokens))
-            for stats in (sequence.stats, self.stats.drafts):
-                stats.count(one.drafted, accepted)
-        self.stats.prompt_tokens += prompt
-        self.stats.output_tokens += len(tokens)
+        if first or row.pending > 1:
+            stats.prompt_tokens += row.pending if first else row.pending - 1
+        stats.output_tokens += len(tokens)
+        if not first or one.drafted:  # the step that ends a prompt verifies nothing
+            accepted = min(len(one.tokens) - 1, len(tokens)) if one.drafted else 0
+            sequence.stats.count(one.drafted, accepted)
+            verified[one.drafted, accepted] += 1
         if reason is not None:
             self._end(sequence)
-        return Event(sequence.request.id, tuple(tokens), text, tuple(one.logprobs[: len(tokens)]), reason)
+        logprobs = tuple(one.logprobs[: len(tokens)]) if one.logprobs else ()
+        return Event(request.id, tuple(tokens), text, logprobs, reason)
 
-    def _cut(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], str, FinishReason | None]:
+    @staticmethod
+    def _cut(sequence: Sequence, stream: TextStream, tokens: list[int]) -> tuple[list[int], str, FinishReason | None]:
         """The tokens up to the first that ends the request, with the text they set free and the reason."""
-        request, stream, text = sequence.request, self._texts[sequence.request.id], ""
-        generated = sequence.generated
+        request, text, generated = sequence.request, "", sequence.generated
         for i, token in enumerate(tokens):
             generated += 1
-            if token in request.stop_ids:
+            if token in sequence.stops:
                 return tokens[: i + 1], text + stream.finish(), "stop"
             piece, stopped = stream.push(token, generated >= request.params.min_tokens)
             text += piece

@@ -10,7 +10,7 @@ is not alive computes into page 0, which is nobody's, and commits nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -193,9 +193,20 @@ class Body:
         return Report(choice, counts, self._note(key, logits, choice))
 
 
+class Decoding(NamedTuple):
+    """The rows of a step that decode, as the body takes them, padded up to `lines`."""
+
+    rows: list[PlanRow]
+    lines: int
+    slot: list[int]
+    k: list[int]
+    chances: list[Chances]
+    asked: tuple[Features, int]
+
+
 class FixedFlight:
     """A step on its way: rows with their reports, which are in host memory once `arrived` returns, and the rows that were
-    in the middle of a prompt."""
+    in the middle of a prompt. drafts: whether anything is ever drafted, so that there are chances to learn."""
 
     def __init__(
         self,
@@ -203,20 +214,22 @@ class FixedFlight:
         silent: list[PlanRow],
         arrived: Callable[[], None],
         times: Times,
+        drafts: bool,
     ) -> None:
-        self.times = times
+        self.times, self._drafts = times, drafts
         self._parts, self._silent, self._arrived = parts, silent, arrived
 
-    def read(self) -> list[Committed]:
+    def read(self) -> Iterator[Committed]:
         self._arrived()
-        committed = [Committed(row, [], 0, []) for row in self._silent]
+        for row in self._silent:
+            yield Committed(row, [], 0, [])
         for rows, report in self._parts:
-            tokens, counts = report.tokens.tolist(), report.counts.tolist()
-            for i, (row, ids, (count, drafted, found)) in enumerate(zip(rows, tokens, counts, strict=False)):
+            columns = report.counts.t().tolist()
+            for i, (row, tokens, count, drafted, found) in enumerate(zip(rows, report.tokens.tolist(), *columns, strict=False)):
+                if self._drafts:
+                    row.sequence.chances.learn(drafted, count - 1, found)
                 noted = self._logprobs(row, report, i, count) if report.noted is not None else []
-                committed.append(Committed(row, ids[:count], drafted, noted))
-                row.sequence.chances.learn(drafted, count - 1, found)
-        return committed
+                yield Committed(row, tokens[:count], drafted, noted)
 
     @staticmethod
     def _logprobs(row: PlanRow, report: Report, i: int, count: int) -> list[Logprob]:
@@ -256,7 +269,8 @@ class FixedStep:
         self.cuda = self.device.type == "cuda"
         self.nobody = len(body.slots.length) - 1  # the slot of the padding
         self._run, self._cost = run or self._eager, cost
-        self._last: tuple[list[tuple[int, int, str]], tuple[Features, int]] = ([], (GREEDY, -1))
+        self._last: tuple[list[Sequence], tuple[Features, int]] = ([], (GREEDY, -1))
+        self._decoding = Decoding([], 0, [], [], [], (GREEDY, -1))
 
     def admit(self, sequence: Sequence) -> None:
         slot, request, lives = sequence.slot, sequence.request, self.body.lives
@@ -303,25 +317,31 @@ class FixedStep:
     def launch(self, plan: Plan) -> FixedFlight:
         start = time.perf_counter()
         self._lay_pages(plan.rows)
-        decoding = [row for row in plan.rows if row.samples and row.pending == 1]
-        prompts = [row for row in plan.rows if not (row.samples and row.pending == 1)]
+        decoding = [row for row in plan.rows if row.pending == 1 and row.samples]
+        prompts = [row for row in plan.rows if row.pending != 1 or not row.samples] if len(decoding) < len(plan.rows) else []
         parts: list[tuple[list[PlanRow], Report]] = []
         if decoding and self.body.host_drafter is not None and any(row.k for row in decoding):
             self._draft_on_host(decoding)
         if decoding:
-            lines = next(n for n in self.sizes if n >= len(decoding))
-            most, chances = max(row.k for row in decoding), [row.sequence.chances for row in decoding]
-            width = self.width if most and self._worth(lines, chances) else 0
-            key = Key(lines, width, *self._asked(decoding))
-            padding = key.rows - len(decoding)
-            slot = [row.sequence.slot for row in decoding] + [self.nobody] * padding
-            parts.append((decoding, self._run(key, slot, [row.k for row in decoding] + [0] * padding)))
+            if decoding != self._decoding.rows:
+                self._decoding = self._line_up(decoding)
+            _, lines, slot, k, chances, asked = self._decoding
+            width = self.width if any(k) and self._worth(lines, chances) else 0
+            parts.append((decoding, self._run(Key(lines, width, *asked), slot, k)))
         if prompts:
             parts.append(self._prefill(prompts))
         down = [(rows, self._down(report)) for rows, report in parts]
         silent = [row for row in prompts if not row.samples]
         times = Times(0.0, time.perf_counter() - start, 0.0)
-        return FixedFlight(down, silent, self._mark(), times)
+        return FixedFlight(down, silent, self._mark(), times, self.width > 0)
+
+    def _line_up(self, rows: list[PlanRow]) -> Decoding:
+        """Done once as long as the same rows come again, as they do while nobody joins, ends or comes near its limit."""
+        lines = next(n for n in self.sizes if n >= len(rows))
+        padding = lines - len(rows)
+        slot = [row.sequence.slot for row in rows] + [self.nobody] * padding
+        k = [row.k for row in rows] + [0] * padding
+        return Decoding(rows, lines, slot, k, [row.sequence.chances for row in rows], self._asked(rows))
 
     def _worth(self, lines: int, chances: list[Chances]) -> bool:
         """Whether a step of so many lines is to verify drafts. What is known of the rows is a step old."""
@@ -345,23 +365,22 @@ class FixedStep:
     def _asked(self, rows: list[PlanRow]) -> tuple[Features, int]:
         """What these rows' requests ask for: the sampling features they use, and how many logprobs (a few sizes only).
         Remembered until other rows come: steps of the same rows follow each other."""
-        turns = [(row.sequence.slot, row.turn, row.sequence.request.id) for row in rows]
-        if turns != self._last[0]:
+        sequences = [row.sequence for row in rows]
+        if sequences != self._last[0]:
             wanted = [top for row in rows if (top := row.sequence.request.params.logprobs) is not None]
             top = next(n for n in (-1, 0, 5, 20, 100) if n >= max(wanted, default=-1))
-            self._last = (turns, (self.body.sampling.features({slot for slot, _, _ in turns}), top))
+            self._last = (sequences, (self.body.sampling.features([s.slot for s in sequences]), top))
         return self._last[1]
 
     def _lay_pages(self, rows: list[PlanRow]) -> None:
         """Write the pages that sequences got since last time into their block tables."""
-        new = [
-            (s.slot, at, s.pages[at]) for s in (row.sequence for row in rows) for at in range(s.laid, len(s.pages))
-        ]
-        if new:
+        grown = [s for row in rows if (s := row.sequence).laid < len(s.pages)]
+        if grown:
+            new = [(s.slot, at, s.pages[at]) for s in grown for at in range(s.laid, len(s.pages))]
             slot, at, page = self._up([list(column) for column in zip(*new, strict=True)])
             self.body.slots.block_table[slot, at] = page.int()
-            for row in rows:
-                row.sequence.laid = len(row.sequence.pages)
+            for s in grown:
+                s.laid = len(s.pages)
 
     def _up(self, values: list) -> Tensor:
         """Integers for the device, without waiting."""

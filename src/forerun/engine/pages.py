@@ -91,11 +91,11 @@ class Pages:
         if not self.caching:
             return ROOT
         key = (before, tuple(ids))
-        if key not in self._found:
-            self._serial += 1
-            self._found[key] = (page, self._serial)
+        _, serial = self._found.setdefault(key, (page, self._serial + 1))
+        if serial > self._serial:  # it was not there
+            self._serial = serial
             self._key[page] = key
-        return self._found[key][1]
+        return serial
 
     def clear(self) -> None:
         """Forget what is published; pages that are held stay held."""

@@ -50,8 +50,11 @@ class Chances:
 
     def expected(self, k: int) -> float:
         """Accepted tokens of a draft of at most k, each accepted with the rate if those before it were."""
-        n = k if self.found is None else min(self.found, k)
-        return float(n) if self.rate >= 1 else self.rate * (1 - self.rate**n) / (1 - self.rate)
+        found, rate = self.found, self.rate
+        n = k if found is None or found > k else found
+        if n == 0:
+            return 0.0
+        return float(n) if rate >= 1 else rate * (1 - rate**n) / (1 - rate)
 
 
 class Costs:
@@ -83,10 +86,6 @@ class Policy:
                 return k
         return self._k
 
-    def k(self, running: int, remaining: int) -> int:
-        """For a row that can still take `remaining` tokens (at least 1)."""
-        return min(self.width(running), remaining - 1)
-
     def share_out(self, most: Sequence[int], chances: Sequence[Chances], positions: int) -> list[int]:
         """How many tokens to draft for each row, at most so many, in a step of so many positions without any draft."""
         if self.costs is None or not any(most):
@@ -111,8 +110,11 @@ class Policy:
     def step_width(k: int, rows: Sequence[Chances], cost: Callable[[int], float | None]) -> int:
         """The width of a step in which every row has the same, 0 or k. cost(width): milliseconds of a step, None if not
         known yet; then any draft is worth it."""
-        expected = sum(row.expected(k) for row in rows)
         plain, wide = cost(0), cost(k)
-        if plain is None or wide is None:
-            return k if expected else 0
-        return k if (len(rows) + expected) / wide > len(rows) / plain else 0
+        enough = len(rows) * (wide / plain - 1) if plain is not None and wide is not None else 0.0
+        expected = 0.0
+        for row in rows:
+            expected += row.expected(k)
+            if expected > enough:  # (rows + expected) / wide > rows / plain
+                return k
+        return 0

@@ -23,12 +23,17 @@ from forerun.types import Request
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request under way. turn: how often it left a slot; flying: steps in flight that commit tokens for it; ahead: the
-    most they commit. serial and published belong to the prefix cache: its last published page and how many; laid: how many
-    of its pages stand in the slot's block table; admitted_at: when it first got a slot (perf_counter seconds)."""
+    """One request under way. prompt, limit: how long its prompt is, and what it may be at most; stops: the ids that end it;
+    turn: how often it left a slot; flying: steps in flight that commit tokens for it; ahead: the most they commit. serial
+    and published belong to the prefix cache: its last published page and how many; laid: how many of its pages stand in the
+    slot's block table; row: its part in the last step in which it decoded; admitted_at: when it first got a slot
+    (perf_counter seconds)."""
 
     request: Request
     ids: list[int]
+    prompt: int = field(init=False)
+    limit: int = field(init=False)
+    stops: frozenset[int] = field(init=False)
     computed: int = 0
     slot: int = -1
     turn: int = 0
@@ -38,18 +43,24 @@ class Sequence:
     serial: int = ROOT
     published: int = 0
     laid: int = 0
+    row: PlanRow | None = None
     admitted_at: float = 0.0
     stats: DraftStats = field(default_factory=DraftStats)
     chances: Chances = field(default_factory=Chances)
 
+    def __post_init__(self) -> None:
+        self.prompt = len(self.request.prompt_ids)
+        self.limit = self.prompt + self.request.max_tokens
+        self.stops = frozenset(self.request.stop_ids)
+
     @property
     def generated(self) -> int:
-        return len(self.ids) - len(self.request.prompt_ids)
+        return len(self.ids) - self.prompt
 
     @property
     def remaining(self) -> int:
         """How many tokens it may still produce."""
-        return self.request.max_tokens - self.generated
+        return self.limit - len(self.ids)
 
     @property
     def pending(self) -> int:
@@ -62,10 +73,11 @@ class Sequence:
         return len(self.ids) + self.ahead
 
 
-class PlanRow(NamedTuple):
+@dataclass(slots=True)
+class PlanRow:
     """A sequence's part in a step: `pending` committed tokens are computed and up to k drafted ones verified.
     samples: the pending ones are all there are, so the step commits new tokens for it; turn: which of its turns in a
-    slot this is."""
+    slot this is. Never changed: a sequence that goes on as before has the same row in many steps."""
 
     sequence: Sequence
     pending: int
@@ -109,27 +121,40 @@ class Scheduler:
         """The next step. Every decoding row gets its one token; then prompts get at least half of what is left of the
         budget, so that drafts cannot starve them; then drafts; what drafts leave goes to prompts too. Drafts never
         preempt: they take what pages are free."""
+        size, beyond = self.pages.block_size, self.beyond
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        short: list[Sequence] = []  # of pages
+        for s in self.running:
+            known = len(s.ids) + s.flying
+            if known - s.computed > 1:
+                prefilling.append(s)
+            elif known < s.limit:  # else it is sure to have ended
+                decoding.append(s)
+                if len(s.ids) + s.ahead > len(s.pages) * size:
+                    short.append(s)
         preempted: list[tuple[Sequence, int]] = []
-        decoding = [s for s in self.running if s.pending == 1 and s.remaining > s.flying]  # else it is sure to have ended
-        for sequence in decoding:
+        for sequence in short:
             self._make_room(sequence, sequence.longest, preempted)
-        decoding = [s for s in decoding if s.slot >= 0]
-        prefilling = [s for s in self.running if s.pending > 1]
+        if preempted:
+            decoding = [s for s in decoding if s.slot >= 0]
+            prefilling = [s for s in prefilling if s.slot >= 0]
 
         left = self.budget - len(decoding)
         prompts = sum(s.pending for s in prefilling) + (sum(s.pending for s in self.waiting) if self._slots else 0)
         for_drafts = left - min(prompts, (left + 1) // 2)
 
         rows: list[PlanRow] = []
-        running = len(self.running)
-        most = [self.policy.k(running, s.remaining - s.flying) for s in decoding]
-        shares = self.policy.share_out(most, [s.chances for s in decoding], self.budget - for_drafts)
-        for sequence, share in zip(decoding, shares, strict=True):
-            k = min(share, for_drafts)
-            k = min(k, self._grow(sequence, sequence.longest, k + self.beyond))
+        for sequence, k in zip(decoding, self._shares(decoding, self.budget - for_drafts), strict=True):
+            k = k if k <= for_drafts else for_drafts
+            if len(sequence.ids) + sequence.ahead + k + beyond > len(sequence.pages) * size:
+                k = min(k, self._grow(sequence, sequence.longest, k + beyond))
             for_drafts -= k
             left -= k
-            rows.append(PlanRow(sequence, 1, k, True, sequence.turn))
+            row = sequence.row
+            if row is None or row.k != k or row.turn != sequence.turn:
+                row = sequence.row = PlanRow(sequence, 1, k, True, sequence.turn)
+            rows.append(row)
 
         for sequence in prefilling:
             if sequence.slot < 0 or left == 0:
@@ -142,9 +167,18 @@ class Scheduler:
             self._grow(sequence, sequence.computed + chunk, self.beyond)
             rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.turn))
 
-        admitted = [] if preempted else self._admit(left, rows)
-        rows = [row for row in rows if not row.stale]  # a later row may have preempted an earlier one's sequence
-        return Plan(rows, admitted, preempted)
+        if preempted:  # a later row may have preempted an earlier one's sequence
+            return Plan([row for row in rows if not row.stale], [], preempted)
+        return Plan(rows, self._admit(left, rows), preempted)
+
+    def _shares(self, decoding: list[Sequence], positions: int) -> list[int]:
+        """How many tokens each of these rows is to draft, in a step of so many positions without any draft."""
+        width = self.policy.width(len(self.running))
+        if width == 0:
+            return [0] * len(decoding)
+        rooms = [s.limit - len(s.ids) - s.flying - 1 for s in decoding]  # a step commits a token behind the drafts
+        most = [width if room > width else room for room in rooms]
+        return self.policy.share_out(most, [s.chances for s in decoding], positions)
 
     def _admit(self, left: int, rows: list[PlanRow]) -> list[Sequence]:
         admitted = []
@@ -191,12 +225,15 @@ class Scheduler:
             last.flying = last.ahead = 0  # what is in flight is not read: the same tokens will come again
             self.waiting.appendleft(last)
 
-    def launch(self, row: PlanRow) -> None:
-        """The row's step is on its way."""
-        row.sequence.computed += row.pending
-        if row.samples:
-            row.sequence.flying += 1
-            row.sequence.ahead += row.k + 1
+    @staticmethod
+    def launch(rows: list[PlanRow]) -> None:
+        """The step of these rows is on its way."""
+        for row in rows:
+            sequence = row.sequence
+            sequence.computed += row.pending
+            if row.samples:
+                sequence.flying += 1
+                sequence.ahead += row.k + 1
 
     def commit(self, row: PlanRow, tokens: list[int]) -> None:
         """The row's step committed these tokens (none while its prompt is not through).
@@ -208,10 +245,10 @@ class Scheduler:
             sequence.computed += len(tokens) - 1  # the accepted drafts
             sequence.ids += tokens
         size = self.pages.block_size
-        while (sequence.published + 1) * size <= min(sequence.computed, len(sequence.ids)):
-            begin = sequence.published * size
+        while (end := (sequence.published + 1) * size) <= sequence.computed and end <= len(sequence.ids):
+            begin = end - size
             page = sequence.pages[sequence.published]
-            sequence.serial = self.pages.publish(page, sequence.serial, sequence.ids[begin : begin + size])
+            sequence.serial = self.pages.publish(page, sequence.serial, sequence.ids[begin:end])
             sequence.published += 1
 
     def finish(self, sequence: Sequence) -> int:
@@ -227,5 +264,5 @@ class Scheduler:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
         self.pages.release(sequence.pages)
-        sequence.slot, sequence.pages = -1, []
+        sequence.slot, sequence.pages, sequence.row = -1, [], None
         sequence.turn += 1

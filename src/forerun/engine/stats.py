@@ -18,18 +18,23 @@ class DraftStats:
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """One row of one step: drafted tokens verified, of which the first `accepted` were committed."""
-        self.steps += 1
-        self.drafting_steps += drafted > 0
-        self.drafted += drafted
-        self.accepted += accepted
-        while len(self.drafted_at) < drafted:
-            self.drafted_at.append(0)
-            self.accepted_at.append(0)
+    def count(self, drafted: int, accepted: int, rows: int = 1) -> None:
+        """One row of one step, or several that fared alike: drafted tokens verified, of which the first `accepted` were
+        committed."""
+        self.steps += rows
+        if drafted == 0:
+            return
+        self.drafting_steps += rows
+        self.drafted += drafted * rows
+        self.accepted += accepted * rows
+        drafted_at, accepted_at = self.drafted_at, self.accepted_at
+        while len(drafted_at) < drafted:
+            drafted_at.append(0)
+            accepted_at.append(0)
         for i in range(drafted):
-            self.drafted_at[i] += 1
-            self.accepted_at[i] += i < accepted
+            drafted_at[i] += rows
+        for i in range(accepted):
+            accepted_at[i] += rows
 
     def add(self, other: DraftStats) -> None:
         self.steps += other.steps

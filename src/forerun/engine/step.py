@@ -6,6 +6,8 @@ ends is the engine's.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +25,8 @@ from forerun.verify.accept import accept_block, accept_matching, accept_ratio
 from forerun.verify.sampling import SamplingState, logprobs
 
 
-class Committed(NamedTuple):
+@dataclass(slots=True)
+class Committed:
     """What a step did to one row: tokens committed (none in the middle of a prompt), how many were drafted for it, and
     the tokens' logprobs if the request asked for them."""
 
@@ -44,8 +47,8 @@ class Times(NamedTuple):
 class Flight(Protocol):
     """A step on its way."""
 
-    def read(self) -> list[Committed]:
-        """What it did, once that is known."""
+    def read(self) -> Iterable[Committed]:
+        """What it did to each row, once that is known. To be called once."""
 
     @property
     def times(self) -> Times: ...

@@ -17,13 +17,15 @@ class TextStream:
     """Text comes out as soon as it cannot become part of a stop string any more."""
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...], include_stop: bool) -> None:
+        """without: no stop string is looked for, and `pass_on` gives the text of any tokens at once."""
         self._detokenizer, self._stop, self._include = detokenizer, stop, include_stop
+        self.without, self.pass_on = not stop, detokenizer.push
         self._held = ""  # text not given out yet: it might be the beginning of a stop string
 
     def push(self, token: int, may_stop: bool) -> tuple[str, bool]:
         """The text that one more token sets free, and whether a stop string ended it (checked only if may_stop)."""
         self._held += self._detokenizer.push([token])
-        if not self._stop:
+        if self.without:
             return self._take(len(self._held)), False
         if may_stop:
             found = [(at, len(s)) for s in self._stop if (at := self._held.find(s)) >= 0]

@@ -36,10 +36,10 @@ class Tokenizer:
         added = self.inner.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.size = max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
-        self._bytes: dict[int, bytes] = {}
         # the decoder's settings are only to be had as it pickles itself: JSON
         decoder = self.inner.decoder
-        self._to_bytes = _byte_reader(json.loads(decoder.__getstate__()) if decoder else {}, path)
+        to_bytes = _byte_reader(json.loads(decoder.__getstate__()) if decoder else {}, path)
+        self.bytes_of = TokenBytes(self.inner, to_bytes)
         settings = _read(folder / "tokenizer_config.json")
         named = _read(folder / "special_tokens_map.json") | settings
         self.tokens = {key: _content(named[key]) for key in TOKEN_KEYS if named.get(key)}
@@ -59,13 +59,8 @@ class Tokenizer:
         return self.inner.token_to_id(token)
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text, as UTF-8 that may begin or end within a character. Nothing for unknown ids."""
-        known = self._bytes.get(token)
-        if known is None:
-            written = self.inner.id_to_token(token)
-            known = b"" if written is None else self._to_bytes(written)
-            self._bytes[token] = known
-        return known
+        """See TokenBytes."""
+        return self.bytes_of[token]
 
     def token_text(self, token: int) -> str:
         """The token's bytes as text, for logprobs; incomplete characters show as U+FFFD."""
@@ -99,24 +94,40 @@ class Tokenizer:
             raise SettingError("messages", _short(messages), f"the model's chat template refuses them: {error}") from None
 
 
+class TokenBytes(dict[int, bytes]):
+    """What each token adds to a text, as UTF-8 that may begin or end within a character. Nothing for unknown ids. Filled as
+    tokens are asked for."""
+
+    def __init__(self, tokens: tokenizers.Tokenizer, to_bytes: Callable[[str], bytes]) -> None:
+        super().__init__()
+        self._tokens, self._to_bytes = tokens, to_bytes
+
+    def __missing__(self, token: int) -> bytes:
+        written = self._tokens.id_to_token(token)
+        known = self[token] = b"" if written is None else self._to_bytes(written)
+        return known
+
+
 class Detokenizer:
     """The text of a list of ids that grows, piece by piece; what was given out never changes. A character whose bytes are
     not all there is held back. The ids continue a text: a leading space of the first is kept. Constant work a token."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
+        self._bytes_of = tokenizer.bytes_of
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open = b""  # of a character that is not finished
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete."""
-        read = self._tokenizer.token_bytes
-        return self._decoder.decode(b"".join(read(i) for i in ids if i not in self._skipped))
+        bytes_of, skipped = self._bytes_of, self._skipped
+        data = self._open + b"".join([bytes_of[i] for i in ids if i not in skipped])
+        text, read = codecs.utf_8_decode(data, "replace", False)
+        self._open = data[read:]
+        return text
 
     def finish(self) -> str:
         """What was still held back, as U+FFFD. The next push starts afresh."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
+        rest, self._open = self._open.decode("utf-8", "replace"), b""
         return rest
 
 

@@ -1,0 +1,128 @@
+"""What the host adds to one decode step: everything that `Engine.step` does but the device's work, on any machine.
+
+    python benchmarks/cpu/host_time.py [--text] [--out FILE] [--profile ROWS]
+
+Steps of fixed shape, whose device half is replaced by a report that is there at once: random tokens, and with n-gram drafts
+of 4 the counts of a row that accepts 2 of them. What launching adds on a GPU (a graph, copies, an event) is not in it.
+Bar: below what the device needs for the same step. --text: also with the default model's detokenizer (fetched if need be).
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import json
+import platform
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.config import EngineConfig, Speculation
+from forerun.drafters.ngram import DeviceNgram
+from forerun.engine.engine import Engine
+from forerun.engine.fixed import FixedStep, Key, Report
+from forerun.engine.text import Detokenizer
+from forerun.models import hub, tokenizer
+from forerun.models.config import ModelConfig, Rope
+from forerun.models.decoder import Target
+from forerun.types import Request, SamplingParams
+
+ROWS = (1, 8, 32, 128)
+NGRAM = Speculation("ngram", 4, 2, 5)
+PROMPT, STEPS, REPETITIONS = 20, 100, 5
+LONGEST = PROMPT + 1 + 5 * (STEPS * REPETITIONS + 20)
+VOCAB = 49152
+
+
+class NoText:
+    """A detokenizer for ids that mean nothing."""
+
+    def push(self, ids: list[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def engine(rows: int, speculation: Speculation | None, detokenizer: Callable[[], Detokenizer]) -> Engine:
+    """One whose device is never waited for, with so many requests past their prompts."""
+    target = Target.random(ModelConfig(VOCAB, 16, 16, 1, 1, 1, 16, LONGEST, 1e-5, Rope(1e4)), torch.float32)
+    config = EngineConfig(max_num_seqs=rows, kv_cache_tokens=rows * (LONGEST + 16), block_size=16, speculation=speculation)
+
+    def make(slots: Any, *_: Any) -> DeviceNgram | None:
+        return None if speculation is None else DeviceNgram(slots, speculation, VOCAB)
+
+    it = Engine(target, config, make, detokenizer, fixed=True)
+    generator = torch.Generator().manual_seed(0)
+    drafts = speculation.num_speculative_tokens if speculation else 0
+    counts = torch.tensor([[3, drafts, drafts] if drafts else [1, 0, 0]] * rows)
+    pool = [Report(torch.randint(2, VOCAB, (rows, drafts + 1), generator=generator), counts, None) for _ in range(16)]
+    made = 0
+
+    def ready(key: Key, slot: list[int], k: list[int]) -> Report:
+        nonlocal made
+        made += 1
+        return pool[made % len(pool)]
+
+    assert isinstance(it._step, FixedStep)
+    it._step._run = ready
+    it._step._cost = lambda rows, width: 1.0 + 0.05 * width
+    params = SamplingParams(temperature=0.0, max_tokens=LONGEST - PROMPT)
+    for i in range(rows):
+        prompt = tuple(torch.randint(2, VOCAB, (PROMPT,), generator=generator).tolist())
+        it.add(Request(str(i), prompt, params, LONGEST - PROMPT, i, stop_ids=(0, 1)))
+    for _ in range(10):
+        it.step()
+    return it
+
+
+def microseconds(it: Engine) -> list[float]:
+    """Of single steps."""
+    samples = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        it.step()
+        samples.append(1e6 * (time.perf_counter() - start))
+    return samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", type=int, metavar="ROWS", help="print where the time of so many rows goes instead")
+    args = parser.parse_args()
+    kinds: dict[str, Callable[[], Detokenizer]] = {"no text": NoText}
+    if args.text:
+        known = tokenizer.Tokenizer(hub.resolve())
+        kinds["text"] = lambda: tokenizer.Detokenizer(known)
+    cells = []
+    for text, detokenizer in kinds.items():
+        for name, speculation in (("plain", None), ("ngram", NGRAM)):
+            for rows in ROWS if args.profile is None else (args.profile,):
+                it = engine(rows, speculation, detokenizer)
+                if args.profile is not None:
+                    profile = cProfile.Profile()
+                    profile.runcall(microseconds, it)
+                    print(f"{name}, {text}, {rows} rows, {STEPS} steps")
+                    pstats.Stats(profile).sort_stats("tottime").print_stats(18)
+                    continue
+                before = gc.get_stats()[2]["collections"]
+                medians = [statistics.median(microseconds(it)) for _ in range(REPETITIONS)]
+                median, best = statistics.median(medians), min(medians)
+                whole = gc.get_stats()[2]["collections"] - before
+                cells.append({"drafts": name, "text": text, "rows": rows, "us": medians, "full_collections": whole})
+                print(f"{name:6} {text:8} {rows:4} rows: {median:7.0f} us a step (best {best:.0f}), {median / rows:5.1f} a row")
+    if args.out is not None:
+        made_on = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+        args.out.write_text(json.dumps({**made_on, "cells": cells}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
