@@ -3,8 +3,9 @@
     python3 benchmarks/gpu/versus_vllm.py --ours DIR/engine.json --vllm PLAIN.json NGRAM.json [--out FILE]
 
 --ours: what benchmarks/gpu/engine.py wrote, with the part `tokens` (and `drafters`, if it is there). --vllm: records of one
-vLLM configuration each: {"spec": null or its speculative_config, "cells": [{"kind", "concurrency", "times", "tokens_per_s", ..}]},
-times in seconds of closed batches. Only records of one session on one machine may be compared; that is the caller's to see to.
+vLLM configuration each: {"spec": null or its speculative_config, "cells": [{"kind", "concurrency", "times", "tokens_per_s",
+..}]}, times in seconds of closed batches. Only records of one session on one machine may be compared; that is the caller's to
+see to.
 """
 
 from __future__ import annotations
