@@ -1,0 +1,224 @@
+"""What the GPU benchmarks share: engines on shapes and real weights, runs of whole batches, captured steps replayed on a fixed
+state, and a record that is written part by part, whatever fails. Without CUDA all of it runs on the CPU, uncaptured,
+to try the scripts; figures mean nothing there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from forerun.config import EngineConfig, Speculation
+from forerun.drafters.table import TABLE, Surroundings
+from forerun.engine.engine import Engine, EngineStats
+from forerun.engine.fixed import FixedStep, Key
+from forerun.models.config import ModelConfig, Rope
+from forerun.models.decoder import Target
+from forerun.types import Request, SamplingParams
+from forerun.verify.sampling import Features
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+SHAPES = {
+    "SmolLM2-135M": ModelConfig(49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, Rope(100000.0), tied=True),
+    "Qwen3-0.6B": ModelConfig(151936, 1024, 3072, 28, 16, 8, 128, 8192, 1e-6, Rope(1e6), qk_norm=True, tied=True),
+    "Llama-3.1-8B": ModelConfig(128256, 4096, 14336, 32, 32, 8, 128, 8192, 1e-5, Rope(5e5)),
+    "tiny": ModelConfig(500, 128, 256, 2, 2, 1, 64, 8192, 1e-5, Rope(10000.0)),
+}
+CONTEXT = 2048
+NGRAM = Speculation("ngram", 4, 2, 5)
+OWN = Speculation("draft_model", 4, model="the target itself")  # greedy drafts
+DRAWN = Speculation("draft_model", 4, model="the target itself", draft_sample_method="probabilistic")
+ARMS: dict[str, Speculation | None] = {
+    "plain": None,
+    "ngram k=4": NGRAM,
+    "prediction k=4": Speculation("prediction", 4),
+    # batches repeat their prompts, so nothing may be remembered from one to the next
+    "suffix k=4": Speculation("suffix", 4, suffix_decoding_max_cached_requests=0),
+    "draft_model k=4": OWN,
+    "draft_model k=4, drawn": DRAWN,
+}
+
+
+class NoText:
+    """A detokenizer for ids that mean nothing."""
+
+    def push(self, ids: list[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def release() -> None:
+    """Give back the memory of what is no longer referred to."""
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+
+
+def engine(
+    target: Target, speculation: Speculation | None = None, rows: int = 32, kv_tokens: int | None = -1, make: Any = None
+) -> Engine:
+    """kv_tokens: None takes what is free, -1 room for all rows at the longest context. make: a drafter for `speculation`
+    other than the table's. draft_model drafts with the target itself."""
+    kv_tokens = rows * CONTEXT if kv_tokens == -1 else kv_tokens
+    config = EngineConfig(max_model_len=CONTEXT, max_num_seqs=rows, kv_cache_tokens=kv_tokens, speculation=speculation)
+
+    def from_table(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
+        if speculation is None:
+            return None
+        return TABLE[speculation.method](
+            speculation, Surroundings(slots, mirror, sampling, kv, config, fixed, target.vocab, target)
+        )
+
+    return Engine(target, config, make or from_table, NoText, fixed=True)
+
+
+def fixed_step(it: Engine) -> FixedStep:
+    assert isinstance(it._step, FixedStep)
+    return it._step
+
+
+class Ran(NamedTuple):
+    """A batch: seconds, the answers in the order of the prompts, and what the engine counted meanwhile."""
+
+    seconds: float
+    answers: list[list[int]]
+    stats: EngineStats
+    waits: int
+
+
+def run(
+    it: Engine,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    temperature: float,
+    guesses: Sequence[Sequence[int]] = (),
+    seeds: Sequence[int] = (),
+    fresh: bool = True,
+    **more: Any,
+) -> Ran:
+    """Answer the prompts, closed. guesses: expected outputs; seeds: 0, 1, .. by default; fresh: without what is cached of
+    earlier prompts; more: sampling parameters."""
+    answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    if fresh:
+        it.scheduler.pages.clear()
+    it.stats, waits = EngineStats(), fixed_step(it).waits
+    synchronize()
+    start = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        seed = seeds[i] if seeds else i
+        params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed, **more)
+        guess = tuple(guesses[i]) if guesses else ()
+        it.add(Request(str(i), tuple(prompt), params, tokens, seed, prediction=guess))
+    while it.has_work:
+        for event in it.step():
+            answers[event.request_id] += event.tokens
+    synchronize()
+    seconds = time.perf_counter() - start
+    return Ran(seconds, list(answers.values()), it.stats, fixed_step(it).waits - waits)
+
+
+def capture(it: Engine, rows: int, features: Features | None = None) -> None:
+    """Have the steps of so many rows ready, with drafts and without."""
+    if it.graphs is not None:
+        with torch.inference_mode():
+            for width in sorted({0, fixed_step(it).width}):
+                it.graphs.capture(Key(rows, width, features or Features()))
+
+
+def median_ms(launch: Callable[[], Any], repeat: int, before: Callable[[], Any] = lambda: None) -> float:
+    """Median milliseconds of a launch, by device events; `before` runs ahead of each and is not timed. Slow launches are
+    repeated less, down to 10 times."""
+    first = []
+    for _ in range(3):
+        before()
+        first.append(_timed(launch))
+    repeat = min(repeat, max(10, int(500 / max(min(first), 1e-3))))
+    if not CUDA:
+        return statistics.median(_timed(launch) for _ in range(3))
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeat)]
+    for begin, end in pairs:
+        before()
+        begin.record()
+        launch()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+
+
+def _timed(launch: Callable[[], Any]) -> float:
+    """Milliseconds by the clock."""
+    synchronize()
+    start = time.perf_counter()
+    launch()
+    synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def fill(it: Engine, rows: int, context: int) -> Callable[[], None]:
+    """Give the first slots sequences of random ids with pages of their own, alive and far from their limit. What is returned
+    puts their lengths back, so that every step is made at the same context."""
+    lives, slots, block = fixed_step(it).body.lives, it.slots, it.config.block_size
+    each = -(-(context + 100) // block)
+    for slot in range(rows):
+        slots.tokens[slot, :context] = torch.randint(0, it._vocab, (context,)).to(DEVICE)
+        slots.length[slot] = context
+        pages = torch.arange(1 + slot * each, 1 + (slot + 1) * each, dtype=torch.int32)
+        slots.block_table[slot, :each] = pages.to(DEVICE)
+        lives.alive[slot], lives.limit[slot], lives.draft_size[slot] = True, CONTEXT - 50, 0
+    saved = slots.length.clone()
+
+    def put_back() -> None:
+        slots.length.copy_(saved)
+
+    return put_back
+
+
+def step_ms(it: Engine, rows: int, width: int, context: int, repeat: int = 60) -> float:
+    """Milliseconds of a step (captured on CUDA) of so many rows at this context, drafting included where the engine does."""
+    put_back = fill(it, rows, context)
+    key, slot, k = Key(rows, width), list(range(rows)), [width] * rows
+    if it.graphs is not None:
+        return median_ms(lambda: it.graphs.run(key, slot, k), repeat, put_back)  # type: ignore[union-attr]
+    body, at, most = fixed_step(it).body, torch.tensor(slot), torch.tensor(k)
+    return median_ms(lambda: body.run(key, at, most), repeat, put_back)
+
+
+class Record:
+    """What was found, by part; written after each. A part that fails is recorded by the end of its traceback."""
+
+    def __init__(self, path: Path, **known: Any) -> None:
+        self.path, self.found, self.start = path, dict(known), time.perf_counter()
+
+    def part(self, name: str, work: Callable[[], Any]) -> Any:
+        """Do it and record what it gives; None if it failed."""
+        begin, value = time.perf_counter(), None
+        try:
+            value = self.found[name] = work()
+            said = json.dumps(value)
+        except Exception:
+            said = self.found[name] = "failed: " + " | ".join(traceback.format_exc().strip().splitlines()[-6:])
+        now = time.perf_counter()
+        self.found.setdefault("wall_s", {})[name] = now - begin
+        self.path.write_text(json.dumps(self.found, indent=1))
+        print(f"[{now - self.start:.0f} s] {name}: {now - begin:.1f} s: {said[:1500]}", flush=True)
+        try:
+            release()
+        except RuntimeError as error:  # the device is gone; what is left says so, part by part
+            print(error, flush=True)
+        return value

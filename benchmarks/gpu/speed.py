@@ -1,0 +1,251 @@
+"""What steps and whole batches take on the GPU: the machine's limits, captured steps by rows and drafts, what drafting costs
+in a step, the host's work, tokens/s of each drafter, and what an engine takes to start and to hold.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from harness import (
+    ARMS,
+    CUDA,
+    DEVICE,
+    NGRAM,
+    capture,
+    engine,
+    fill,
+    fixed_step,
+    median_ms,
+    release,
+    run,
+    step_ms,
+    synchronize,
+)
+from torch import Tensor
+
+from forerun.config import Speculation
+from forerun.drafters import Needs, Rows
+from forerun.engine.engine import Engine
+from forerun.kernels import Batch
+from forerun.models.decoder import Target
+from forerun.types import Draft, Request, SamplingParams
+
+Prompts = Sequence[Sequence[int]]
+Wide = dict[str, Speculation | None]
+TOKENS_PER_S: Wide = {"plain": None, "ngram k=4": NGRAM, "ngram k=8": Speculation("ngram", 8, 2, 5)}
+
+
+def limit() -> dict[str, float]:
+    """Copy bandwidth, and what a tiny kernel takes in a graph."""
+    a, b = (torch.empty(1 << (30 if CUDA else 20), dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    found = {"copy_TB_per_s": 2 * a.numel() / median_ms(lambda: b.copy_(a), 20) / 1e9}
+    if CUDA:
+        x = torch.zeros(32, device=DEVICE)
+        found["tiny_kernel_us"] = _chain_us(lambda: x.add_(1), 100)
+    return found
+
+
+def _chain_us(launch: Callable[[], Any], count: int, before: Callable[[], Any] = lambda: None, repeat: int = 50) -> float:
+    """Microseconds of a launch, from a graph of `count` of them in a row."""
+    before()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch()  # compiled and loaded before it is captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            launch()
+    return median_ms(graph.replay, repeat, before) * 1e3 / count
+
+
+@torch.inference_mode()
+def replay(target: Target, widths: Sequence[int], rows: Sequence[int], context: int = 512) -> list[dict[str, Any]]:
+    """Milliseconds of a step by drafts a row and rows, n-gram drafting included where there are drafts."""
+    cells = []
+    for width in widths:
+        it = engine(target, Speculation("ngram", width, 2, 5) if width else None, max(rows))
+        for count in rows:
+            start = time.perf_counter()
+            cell: dict[str, Any] = {"rows": count, "k": width, "context": context}
+            try:
+                cell["ms"] = step_ms(it, count, width, context)
+            except RuntimeError as error:  # too much for the memory, say
+                cell["problem"] = str(error)[:200]
+            cells.append(cell)
+            print(cell, f"{time.perf_counter() - start:.1f} s", flush=True)
+        graphs = it.settings()["graphs"]
+        print(f"graphs: {graphs}", flush=True)
+        del it
+        release()
+    return cells
+
+
+class Unasked:
+    """A drafter that is never asked: its engine's steps have room for drafts and look nothing up."""
+
+    needs = Needs()
+
+    def admit(self, slot: int, request: Request) -> None: ...
+
+    def release(self, slot: int, finished: bool) -> None: ...
+
+    def propose(self, rows: Rows) -> Draft:
+        raise NotImplementedError
+
+    def prefill(self, batch: Batch) -> None: ...
+
+
+@torch.inference_mode()
+def share(target: Target, rows: Sequence[int] = (1, 8, 32), width: int = 4, context: int = 512) -> list[dict[str, Any]]:
+    """What drafting by look-up, acceptance and commit take of a step of k = 4: the launch that does all three, in a graph of
+    nothing else (each waits for the one before it to end, which in a step it need not: a bound from above); the same without
+    the look-up; and the whole step, with and without the look-up."""
+    from forerun.kernels import cuda_step
+
+    look_up = cuda_step.LookUp(2, 5, target.vocab)
+    with_look_up = engine(target, Speculation("ngram", width, 2, 5), max(rows))
+    without = engine(target, Speculation("ngram", width, 2, 5), max(rows), make=lambda *_: Unasked())
+    found = []
+    for count in rows:
+        cell: dict[str, Any] = {"rows": count, "k": width, "context": context}
+        cell["whole_us"] = step_ms(with_look_up, count, width, context) * 1e3
+        cell["whole_without_look_up_us"] = step_ms(without, count, width, context) * 1e3
+        it, slots, lives = with_look_up, with_look_up.slots, fixed_step(with_look_up).body.lives
+        ends, drafts = (lives.limit, lives.alive, lives.stop_ids), (lives.draft, lives.draft_size)
+        pool = cuda_step.Pool(slots.tokens, slots.length, *ends, slots.block_table, *drafts)
+        slot = torch.arange(count, device=DEVICE)
+        size = torch.full((count,), width, device=DEVICE)
+        choice = torch.randint(0, target.vocab, (count, width + 1), device=DEVICE)
+        put_back = fill(it, count, context)
+        launches: dict[str, Callable[[], Tensor]] = {
+            "commit_and_draft_us": lambda: cuda_step.commit_and_draft(pool, slot, choice, size, look_up),  # noqa: B023
+            "commit_us": lambda: cuda_step.commit(pool, slot, choice, size),  # noqa: B023
+        }
+        for name, launch in launches.items():
+            cell[name] = _chain_us(launch, 20, put_back)
+        cell["share"] = cell["commit_and_draft_us"] / cell["whole_us"]
+        cell["share_by_difference"] = 1 - cell["whole_without_look_up_us"] / cell["whole_us"]
+        found.append(cell)
+        print(cell, flush=True)
+    return found
+
+
+def host_time(target: Target, prompts: Prompts, rows: Sequence[int] = (1, 8, 32, 128)) -> list[dict[str, Any]]:
+    """Microseconds of host work a step, without waiting for the device, beside the step's whole time."""
+    cells = []
+    for count in rows:
+        for name in ("plain", "ngram k=4"):
+            it = engine(target, ARMS[name], count)
+            capture(it, count)
+            for i in range(count):
+                params = SamplingParams(temperature=0, max_tokens=600)
+                it.add(Request(str(i), tuple(prompts[i % len(prompts)]), params, 600, i))
+            for _ in range(30):
+                it.step()
+            host, whole = [], []
+            for _ in range(25):
+                synchronize()
+                start = time.perf_counter()
+                it.step()
+                host.append(time.perf_counter() - start)
+                synchronize()
+                whole.append(time.perf_counter() - start)
+            cell = {
+                "rows": count, "arm": name, "decoding": sum(s.pending == 1 for s in it.scheduler.running),
+                "host_us": statistics.median(host) * 1e6, "whole_us": statistics.median(whole) * 1e6,
+            }  # fmt: skip
+            cells.append(cell)
+            for i in range(count):
+                it.abort(str(i))
+            it.step()
+            del it
+            release()
+    return cells
+
+
+def batches(
+    target: Target,
+    arms: Wide,
+    prompts: Prompts,
+    kind: str,
+    temperature: float,
+    counts: Sequence[int] = (1, 8, 32),
+    tokens: int = 256,
+    repeat: int = 3,
+) -> list[dict[str, Any]]:
+    """Tokens/s of closed batches, all arms in turn, forwards and backwards; identical: answers that equal plain's (plain's own:
+    those of its run before). An arm that fails says so and is left out from then on. `prediction` is given plain's answers."""
+    engines: dict[str, Engine] = {}
+    cells = []
+    for count in counts:
+        samples: dict[str, list[float]] = {}
+        last: dict[str, dict[str, Any]] = {}
+        plain: list[list[int]] = []
+        dropped: dict[str, str] = {}
+        for i in range(repeat + 1):
+            for name in list(arms) if i % 2 == 0 else list(arms)[::-1]:
+                if name in dropped:
+                    continue
+                try:
+                    if name not in engines:
+                        engines[name] = engine(target, arms[name], max(counts))
+                    ran = run(engines[name], prompts[:count], tokens, temperature, plain if "prediction" in name else ())
+                except Exception as error:
+                    dropped[name] = f"{type(error).__name__}: {error}"[:300]
+                    engines.pop(name, None)
+                    continue
+                if i:
+                    samples.setdefault(name, []).append(count * tokens / ran.seconds)
+                drafts = ran.stats.drafts
+                last[name] = {
+                    "acceptance_length": drafts.acceptance_length or 1.0, "acceptance_rate": drafts.acceptance_rate,
+                    "identical": sum(a == b for a, b in zip(ran.answers, plain, strict=True)) if plain else None,
+                    "steps": ran.stats.steps, "waits": ran.waits,
+                }  # fmt: skip
+                plain = ran.answers if name == "plain" else plain
+        for name, rates in samples.items():
+            cell = {"kind": kind, "requests": count, "arm": name, "tokens_per_s": rates, "median": statistics.median(rates)}
+            pairs = zip(rates, samples.get("plain", []), strict=False)
+            cell["over_plain"] = statistics.median([a / b for a, b in pairs] or [0.0])
+            cells.append(cell | last[name])
+            print({k: v for k, v in cells[-1].items() if k != "tokens_per_s"}, flush=True)
+        cells += [{"kind": kind, "requests": count, "arm": name, "problem": why} for name, why in dropped.items()]
+        arms = {name: arm for name, arm in arms.items() if name not in dropped}
+    return cells
+
+
+def memory(target: Target, repeat: int = 3) -> dict[str, Any]:
+    """Tokens of KV cache that an engine takes by itself, and seconds until it is ready, plain and with n-gram drafts, in turn,
+    after one of each that compiles. Each engine is alone on the device beside the weights."""
+    found: dict[str, list[dict[str, Any]]] = {"plain": [], "ngram k=4": []}
+    for i in range(repeat + 1):
+        for name, starts in found.items():
+            synchronize()
+            start = time.perf_counter()
+            it = engine(target, ARMS[name], kv_tokens=None)
+            built = time.perf_counter()
+            it.warm_up()
+            synchronize()
+            end = time.perf_counter()
+            one = {"kv_tokens": it.kv_tokens, "seconds": end - start, "warm_up_s": end - built, "compiles": i == 0}
+            starts.append(one | {"graphs": it.settings()["graphs"]})
+            del it
+            release()
+            if CUDA:
+                starts[-1]["left_bytes"] = torch.cuda.memory_allocated()
+            print(name, starts[-1], flush=True)
+    median = {
+        name: {key: statistics.median(one[key] for one in starts[1:]) for key in ("kv_tokens", "seconds")}
+        for name, starts in found.items()
+    }
+    return {
+        "starts": found,
+        "median": median,
+        "kv_tokens_ngram_over_plain": median["ngram k=4"]["kv_tokens"] / median["plain"]["kv_tokens"],
+        "seconds_ngram_minus_plain": median["ngram k=4"]["seconds"] - median["plain"]["seconds"],
+    }
