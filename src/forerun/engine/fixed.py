@@ -2,9 +2,9 @@
 the host reads a step's verdict after it has launched the next one. The same parts as step.py, in a different order,
 since the draft of the next step is made at the end of this one: verify -> commit -> draft.
 
-Also runs without CUDA, one operation after the other: the twin that the tests compare. What a graph holds is `Body.run`;
-graphs.py captures it. A row lives on the device until it meets a stop token, its limit, or the host's word; a row that
-is not alive computes into page 0, which is nobody's, and commits nothing.
+Also runs without CUDA, one operation after the other: the twin that the tests compare. What a graph holds is `Body.run`
+or, of a chunk of prompts, `Body.prefill`; graphs.py captures them. A row lives on the device until it meets a stop token,
+its limit, or the host's word; a row that is not alive computes into page 0, which is nobody's, and commits nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters import Drafter, Rows
@@ -38,12 +38,40 @@ def sizes(most: int) -> tuple[int, ...]:
     return (*usual, most)
 
 
+class PromptSizes(NamedTuple):
+    """The shapes that launches of prompts are padded to, both ascending."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    def fit(self, tokens: int, rows: int) -> tuple[int, int]:
+        """The smallest that has room for so many."""
+        return next(n for n in self.tokens if n >= tokens), next(n for n in self.rows if n >= rows)
+
+
+def prompt_sizes(budget: int, most: int) -> PromptSizes:
+    """For launches of up to `budget` tokens of up to `most` prompts. What is computed for padding is lost, which the steps
+    bound: powers of two with one size between each two of them."""
+    powers = [1 << i for i in range(5, max(budget, 1).bit_length())]
+    usual = sorted([*powers, *(n * 3 // 2 for n in powers if n >= 128)])
+    return PromptSizes((*(n for n in usual if n < budget), budget), tuple(sorted({min(8, most), most})))
+
+
 class Key(NamedTuple):
     """What fixes the shapes and the work of a step. rows: how many lines it has, padding included; width: drafts of a
     row; top: logprobs reported (-1: none, 0: the chosen token's only)."""
 
     rows: int
     width: int
+    features: Features = GREEDY
+    top: int = -1
+
+
+class PromptKey(NamedTuple):
+    """The same of a launch of prompts. tokens, rows: padding included."""
+
+    tokens: int
+    rows: int
     features: Features = GREEDY
     top: int = -1
 
@@ -126,7 +154,7 @@ class Body:
         start = torch.arange(0, len(positions) + 1, key.width + 1, dtype=torch.int32, device=positions.device)
         return Batch(ids, positions, start, table, torch.arange(len(positions), device=positions.device))
 
-    def _choose(self, key: Key, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
+    def _choose(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         """The target's own token behind each position, [B(W+1)]."""
         every = slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
         shaped = self.sampling.shape(logits, every, positions + 1, key.features)
@@ -172,22 +200,38 @@ class Body:
         return draft.size
 
     @staticmethod
-    def _note(key: Key, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _note(key: Key | PromptKey, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         if key.top < 0:
             return None
         chosen, ids, values = logprobs(logits, tokens.flatten(), key.top)
         return chosen.view_as(tokens), ids.view(*tokens.shape, -1), values.view(*tokens.shape, -1)
 
-    def prefill(self, key: Key, batch: Batch, slot: Tensor, position: Tensor) -> Report:
-        """Chunks of prompts, laid end to end; batch.logits_at are the ends [B] of those that are through, whose slots and
-        positions these are: each gets its first token."""
-        logits = self.target.forward(batch, self.kv).logits  # [B,V]
+    def prefill(self, key: PromptKey, given: Tensor) -> Report:
+        """A launch of prompts: of each row of a slot the tokens from `begin` on, `count` of them; of those with through = 1
+        they are the last, so that they get their first token. given: [4,R] int64, slot, begin, count and through; the
+        padding's are nobody's and 0. What the report says of the rows that are not through means nothing."""
+        slot, begin, count, through = given
+        batch = self._lay_end_to_end(key, slot, begin, count)
+        logits = self.target.forward(batch, self.kv).logits  # [R,V]
         if self.drafter is not None:
             self.drafter.prefill(batch)
-        choice = self._choose(key, slot, position - 1, logits)[:, None]
+        slot = torch.where(through > 0, slot, len(self.slots.length) - 1)  # the others commit as nobody
+        choice = self._choose(key, slot, (begin + count - 1).clamp(min=0), logits)[:, None]
         nothing = Draft(choice[:, :0], torch.zeros_like(slot))
         counts = self._commit(slot, nothing, choice, None)
         return Report(choice, counts, self._note(key, logits, choice))
+
+    def _lay_end_to_end(self, key: PromptKey, slot: Tensor, begin: Tensor, count: Tensor) -> Batch:
+        """The forward pass over these parts of the slots, with the logits of each row's last token (of some token if the row
+        is empty). slot, begin, count: [R]."""
+        end = count.cumsum(0)  # [R]
+        at = torch.arange(key.tokens, device=slot.device)  # [T]
+        row = torch.searchsorted(end, at, right=True).clamp(max=key.rows - 1)  # [T]
+        there = at < end[-1]
+        positions = torch.where(there, at + (begin - end + count)[row], 0)
+        ids = torch.where(there, self.slots.tokens[slot[row], positions], 0)
+        start = F.pad(end, (1, 0)).int()
+        return Batch(ids, positions, start, self.slots.block_table[slot], (end - 1).clamp(min=0))
 
 
 class FixedFlight:
@@ -241,11 +285,15 @@ class FixedStep:
         sizes: tuple[int, ...],
         run: Callable[[Key, list[int], list[int]], Report] | None = None,
         cost: Callable[[int, int], float | None] = lambda rows, width: None,
+        prompt_sizes: PromptSizes | None = None,
+        run_prompts: Callable[[PromptKey, list[list[int]]], Report] | None = None,
     ) -> None:
         """width: drafts of a row at most. mirror: slots on the host, for a drafter there. sizes: how many rows a decode step
         may have, ascending (what runs is padded up to one of them). run: makes a decode step, graphs.Graphs.run on CUDA;
-        None runs the body as it is. cost(rows, width): milliseconds of such a step, None if not known."""
+        None runs the body as it is. cost(rows, width): milliseconds of such a step, None if not known. prompt_sizes: what
+        prompts are padded to, None: not at all; run_prompts: launches them, as run does steps."""
         self.body, self.policy, self.width, self.mirror, self.sizes = body, policy, width, mirror, sizes
+        self.prompt_sizes, self._run_prompts = prompt_sizes, run_prompts or self._eager_prompts
         self._drafter = body.drafter if body.drafter is not None else body.host_drafter
         self.lag = 0 if body.host_drafter is not None else 1
         self.waits = 0
@@ -312,13 +360,12 @@ class FixedStep:
             key = Key(lines, width, *self._asked(decoding))
             padding = key.rows - len(decoding)
             slot = [row.sequence.slot for row in decoding] + [self.nobody] * padding
-            parts.append((decoding, self._run(key, slot, [row.k for row in decoding] + [0] * padding)))
-        if prompts:
+            parts.append((decoding, self._down(self._run(key, slot, [row.k for row in decoding] + [0] * padding))))
+        if prompts:  # the last report is on its way down: graphs share their memory
             parts.append(self._prefill(prompts))
-        down = [(rows, self._down(report)) for rows, report in parts]
         silent = [row for row in prompts if not row.samples]
         times = Times(0.0, time.perf_counter() - start, 0.0)
-        return FixedFlight(down, silent, self._mark(), times)
+        return FixedFlight(parts, silent, self._mark(), times)
 
     def _worth(self, lines: int, chances: list[Chances]) -> bool:
         """Whether a step of so many lines is to verify drafts. What is known of the rows is a step old."""
@@ -327,17 +374,25 @@ class FixedStep:
     def _eager(self, key: Key, slot: list[int], k: list[int]) -> Report:
         return self.body.run(key, self._up(slot), self._up(k))
 
+    def _eager_prompts(self, key: PromptKey, given: list[list[int]]) -> Report:
+        return self.body.prefill(key, self._up(given))
+
     def _prefill(self, rows: list[PlanRow]) -> tuple[list[PlanRow], Report]:
-        """Chunks of prompts, and the first tokens of those that are through."""
-        at = np.array
-        slot, begin = at([row.sequence.slot for row in rows]), at([row.sequence.computed for row in rows])
-        count = at([row.pending for row in rows])
-        through = at([row.samples for row in rows])
-        batch = self.body.slots.batch(slot, begin, count, (np.cumsum(count) - 1)[through])
+        """Chunks of prompts, and the first tokens of those that are through: these come first, as the report's reader
+        wants them."""
         ended = [row for row in rows if row.samples]
-        key = Key(len(ended), 0, *self._asked(ended))
-        report = self.body.prefill(key, batch, self._up(slot[through].tolist()), self._up((begin + count)[through].tolist()))
-        return ended, report
+        rows = ended + [row for row in rows if not row.samples]
+        tokens, lines = sum(row.pending for row in rows), len(rows)
+        if self.prompt_sizes is not None:
+            tokens, lines = self.prompt_sizes.fit(tokens, lines)
+        nothing = [0] * (lines - len(rows))
+        given = [
+            [row.sequence.slot for row in rows] + [self.nobody] * len(nothing),
+            [row.sequence.computed for row in rows] + nothing,
+            [row.pending for row in rows] + nothing,
+            [int(row.samples) for row in rows] + nothing,
+        ]
+        return ended, self._down(self._run_prompts(PromptKey(tokens, lines, *self._asked(ended)), given))
 
     def _asked(self, rows: list[PlanRow]) -> tuple[Features, int]:
         """What these rows' requests ask for: the sampling features they use, and how many logprobs (a few sizes only).
