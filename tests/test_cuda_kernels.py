@@ -165,10 +165,10 @@ def test_prefill_attention_of_ragged_rows(run: CudaKernels, shape: AttentionShap
     check_attention(run, [(0, 70), (37, 1), (60, 20), (0, 1)], shape, norms=shape.head_dim == 32)
 
 
-@pytest.mark.parametrize("padding", [0, 3, 40])
-@pytest.mark.parametrize("empty", [(), (0, 0), (1, 2), (4, 4, 4, 4)])  # the rows that an empty one stands in front of
+@pytest.mark.parametrize(("padding", "empty"), [(3, ()), (0, (0, 0)), (40, (1, 2)), (5, (4, 4, 4, 4))])
 def test_prefill_attention_with_empty_rows_and_padding(run: CudaKernels, padding: int, empty: tuple[int, ...]) -> None:
-    """The padding is full of NaN, which must reach no row and no page; page 0 is what the empty rows' tables name."""
+    """The padding is full of NaN, which must reach no row and no page; page 0 is what the empty rows' tables name. empty: the
+    rows that an empty one stands in front of."""
     shape = AttentionShape(4, 2, 32, 0, EPS)
     exact, (keys, values) = paged([(0, 70), (37, 1), (60, 20), (0, 1)], shape, 8)
     total = len(exact.positions)

@@ -70,9 +70,9 @@ def served(
             return inner(key, given)
 
         it._step.body.prefill = prefill  # type: ignore[method-assign]
-    kinds = list(PARAMS.values())
+    kinds, more = list(PARAMS.values()), {"logprobs": 2}
     requests = [
-        request(str(i), (p * 4)[: 130 if i % 2 else 9], **{**kinds[i % len(kinds)], "max_tokens": 20 + i, "seed": i, "logprobs": 2})
+        request(str(i), (p * 4)[: 130 if i % 2 else 9], **{**kinds[i % len(kinds)], **more, "seed": i, "max_tokens": 20 + i})
         for i, p in enumerate(prompts(16, 12))
     ]
     answers = run(it, requests, [i // 5 for i in range(len(requests))])
