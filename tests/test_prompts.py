@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.config import EngineConfig, Speculation
+from forerun.device import send
 from forerun.drafters.table import TABLE, Surroundings
 from forerun.engine.engine import Engine
 from forerun.engine.fixed import Body, FixedStep, Lives, PromptKey, PromptSizes, prompt_sizes
@@ -170,3 +171,78 @@ def test_nothing_but_padding(target: Target) -> None:
     after = (state.slots.tokens[:5], state.slots.length, state.lives.alive)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not any(pages.any() for pages in (*state.kv.keys, *state.kv.values))
+
+
+def small(folder: Path, target: Target, **settings: object) -> Engine:
+    tokenizer = Tokenizer(folder)
+    given: dict = {"max_num_seqs": 4, "kv_cache_tokens": 1024} | settings
+    return Engine(target, EngineConfig(**given), lambda *_: None, lambda: Detokenizer(tokenizer), fixed=True)
+
+
+def test_a_slot_that_is_left_and_given_again_between_launches(folder: Path, target: Target) -> None:
+    """Everything of the new request counts and nothing of the old one, which is still in a step in flight."""
+    old = request("old", [9] * 50, max_tokens=60, stop_ids=(), temperature=1.3, logit_bias={5: 9.0}, repetition_penalty=1.9)
+    new = request("new", [7, 8, 9], max_tokens=30, stop_ids=())
+    alone = run(small(folder, target), [new])["new"].ids
+    for steps in (1, 2, 5):
+        it = small(folder, target, max_num_seqs=1)
+        it.add(old)
+        for _ in range(steps):
+            it.step()
+        slot = it.scheduler.running[0].slot
+        assert it.abort("old")
+        assert run(it, [new])["new"].ids == alone
+        assert not it._step.body.lives.alive[slot]  # type: ignore[union-attr]
+
+
+def test_a_slot_that_is_given_and_left_between_launches(folder: Path, target: Target) -> None:
+    it = small(folder, target)
+    step = it._step
+    assert isinstance(step, FixedStep)
+    it.add(request("a", [5, 6, 7]))
+    plan = it.scheduler.plan()
+    (sequence,) = plan.admitted
+    slot = sequence.slot
+    step.admit(sequence)
+    step.release(sequence, slot, False)
+    with torch.inference_mode():
+        step._settle()
+    assert not step.body.lives.alive[slot] and it.slots.length[slot] == 1
+
+
+def test_arrivals_are_written_together(folder: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many transfers for seven requests as for one, and what lies in the slots is theirs."""
+    transfers = []
+
+    def counted(values, device):  # type: ignore[no-untyped-def]
+        transfers.append(values)
+        return send(values, device)
+
+    for name in ("engine.fixed", "verify.sampling"):
+        monkeypatch.setattr(f"forerun.{name}.send", counted)
+    counts = []
+    for many in (1, 7):
+        it = small(folder, target, max_num_seqs=8)
+        asked = [
+            request(str(i), p, seed=i + 5, temperature=0.5 + i, top_k=i, top_p=0.9, min_p=0.01 * i, presence_penalty=0.25 * i)
+            for i, p in enumerate(prompts(many, 3))
+        ]
+        for one in asked:
+            it.add(one)
+        it.step()
+        counts.append(len(transfers))
+        transfers.clear()
+        lives = it._step.body.lives  # type: ignore[union-attr]
+        for sequence in it.scheduler.running:
+            slot, wanted = sequence.slot, sequence.request
+            ids = wanted.prompt_ids
+            assert it.slots.tokens[slot, : len(ids)].tolist() == list(ids) and it.slots.length[slot] == len(ids) + 1
+            assert lives.alive[slot] and lives.limit[slot] == len(ids) + wanted.max_tokens
+            assert lives.stop_ids[slot].tolist() == [2] + [-1] * 15
+            state, params = it.sampling, wanted.params
+            assert (state.seed[slot], state.prompt_len[slot], state.top_k[slot]) == (wanted.seed, len(ids), params.top_k)
+            assert (state.temperature[slot], state.top_p[slot], state.min_p[slot]) == (
+                params.temperature, params.top_p, params.min_p,
+            )  # fmt: skip
+            assert (state.repetition[slot], state.presence[slot], state.frequency[slot]) == (1, params.presence_penalty, 0)
+    assert counts[0] == counts[1] == 2

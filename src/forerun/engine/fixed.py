@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.device import send
 from forerun.drafters import Drafter, Rows
 from forerun.engine.policy import Chances, Policy
 from forerun.engine.scheduler import Plan, PlanRow, Sequence
@@ -24,7 +26,7 @@ from forerun.engine.slots import Slots
 from forerun.engine.step import Committed, Times
 from forerun.kernels import Batch
 from forerun.models.decoder import KVCache, Target
-from forerun.types import Draft, Logprob, Verdict
+from forerun.types import Draft, Logprob, Request, Verdict
 from forerun.verify import noise
 from forerun.verify.accept import accept_block, accept_matching, accept_ratio
 from forerun.verify.sampling import Features, SamplingState, logprobs
@@ -85,6 +87,13 @@ class Report(NamedTuple):
     noted: tuple[Tensor, Tensor, Tensor] | None
 
 
+class Arrival(NamedTuple):
+    """A request that takes a slot: with the committed tokens ids [n] int64, which may be more than its prompt."""
+
+    ids: np.ndarray
+    request: Request
+
+
 class Lives:
     """Per slot, beside Slots: what ends it (stop ids [S,E], padded -1; limit, the length it may reach; alive) and its next
     draft (tokens [S,K], size [S], probs [S,K,V] if drafts have them)."""
@@ -97,6 +106,13 @@ class Lives:
         self.draft = torch.zeros(count, width, dtype=torch.int64, device=device)
         self.draft_size = torch.zeros(count, dtype=torch.int64, device=device)
         self.draft_probs = torch.zeros(count, width, vocab, device=device) if probs else None
+
+    def give(self, slot: Tensor, limit: Tensor, stop_ids: Tensor) -> None:
+        """Slots [A], all different, come alive, without a draft. limit: [A]; stop_ids: [A,E]."""
+        self.limit.index_copy_(0, slot, limit)
+        self.stop_ids.index_copy_(0, slot, stop_ids)
+        self.draft_size.index_fill_(0, slot, 0)
+        self.alive.index_fill_(0, slot, True)
 
 
 class Body:
@@ -301,33 +317,57 @@ class FixedStep:
         self.cuda = self.device.type == "cuda"
         self.nobody = len(body.slots.length) - 1  # the slot of the padding
         self._run, self._cost = run or self._eager, cost
+        self._changes: dict[int, Arrival | None] = {}  # slots given (or left, None) since the last launch
         self._last: tuple[list[tuple[int, int, str]], tuple[Features, int]] = ([], (GREEDY, -1))
 
     def admit(self, sequence: Sequence) -> None:
-        slot, request, lives = sequence.slot, sequence.request, self.body.lives
+        """The sequence has a slot: written at the next launch, with all others."""
+        slot, request = sequence.slot, sequence.request
         sequence.laid = 0
-        slots = self.body.slots
-        slots.tokens[slot, : len(sequence.ids)] = self._up(sequence.ids)
-        slots.length[slot] = len(sequence.ids)
-        slots.block_table[slot] = 0
-        self.body.sampling.set(slot, request)
-        most = lives.stop_ids.shape[1]  # the host looks for any others
-        stops = [*request.stop_ids, *[-1] * most][:most]
-        lives.stop_ids[slot] = self._up(stops)
-        lives.limit[slot] = len(request.prompt_ids) + request.max_tokens
-        lives.draft_size[slot] = 0
-        lives.alive[slot] = True
+        self._changes[slot] = Arrival(np.array(sequence.ids, dtype=np.int64), request)
         if self.body.host_drafter is not None:
             self.mirror.set(slot, sequence.ids)
         if self._drafter is not None:
             self._drafter.admit(slot, request)
 
     def release(self, sequence: Sequence, slot: int, finished: bool) -> None:
-        self.body.lives.alive[slot] = False
+        """It has left the slot, where nothing is to happen from the next launch on."""
+        self._changes[slot] = None
         if self.body.host_drafter is not None:
             self.mirror.catch_up(slot, sequence.ids)
         if self._drafter is not None:
             self._drafter.release(slot, finished)
+
+    def _settle(self) -> None:
+        """Write who has come and gone since the last launch. Only the last change of a slot counts: nothing ran in between."""
+        if not self._changes:
+            return
+        arrivals = {slot: one for slot, one in self._changes.items() if one is not None}
+        gone = [slot for slot in self._changes if slot not in arrivals]
+        self._changes = {}
+        lives, slots = self.body.lives, self.body.slots
+        width, most = slots.tokens.shape[1], lives.stop_ids.shape[1]
+        ids = [one.ids for one in arrivals.values()]
+        requests = [one.request for one in arrivals.values()]
+        stops = [([*one.stop_ids] + [-1] * most)[:most] for one in requests]  # the host looks for any others
+        parts = [
+            np.array(gone, dtype=np.int64),
+            np.array(list(arrivals), dtype=np.int64),
+            np.array([len(one) for one in ids], dtype=np.int64),
+            np.array([len(one.prompt_ids) + one.max_tokens for one in requests], dtype=np.int64),
+            np.array(stops, dtype=np.int64).ravel(),
+            *(slot * width + np.arange(len(one)) for slot, one in zip(arrivals, ids, strict=True)),
+            *ids,
+        ]
+        total = sum(map(len, ids))
+        sizes = [*(len(part) for part in parts[:5]), total, total]
+        left, slot, length, limit, stop_ids, at, tokens = send(np.concatenate(parts), self.device).split(sizes)
+        if gone:
+            lives.alive.index_fill_(0, left, False)
+        if arrivals:
+            slots.give(slot, length, at, tokens)
+            lives.give(slot, limit, stop_ids.view(-1, most))
+            self.body.sampling.give(slot, arrivals, requests)
 
     def _draft_on_host(self, rows: list[PlanRow]) -> None:
         """Have the host's drafter draft for these rows, all of which have been read, and send the drafts."""
@@ -347,6 +387,7 @@ class FixedStep:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> FixedFlight:
         start = time.perf_counter()
+        self._settle()
         self._lay_pages(plan.rows)
         decoding = [row for row in plan.rows if row.samples and row.pending == 1]
         prompts = [row for row in plan.rows if not (row.samples and row.pending == 1)]
