@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun.config import EngineConfig, Speculation
 from forerun.device import send
@@ -18,7 +19,7 @@ from forerun.kernels import reference
 from forerun.models.decoder import KVCache, Target
 from forerun.models.tokenizer import Detokenizer, Tokenizer
 from forerun.types import Request, SamplingParams
-from forerun.verify.sampling import SamplingState
+from forerun.verify.sampling import Features, SamplingState
 from tests.test_engine import PARAMS, Answer, prompts, request, run
 from tests.tiny import VOCAB, tiny_model
 
@@ -173,6 +174,44 @@ def test_nothing_but_padding(target: Target) -> None:
     assert not any(pages.any() for pages in (*state.kv.keys, *state.kv.values))
 
 
+class NothingForTheHost(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: values that the host looks at, sizes that depend on them, constants from it."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "item", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        assert name not in self.REFUSED, name
+        indices = args[1] if name in ("index", "index_put_", "_index_put_impl_") else ()
+        assert not any(i is not None and i.dtype == torch.bool for i in indices), "a mask as an index"
+        self.seen.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "prediction", "draft_model"])
+@pytest.mark.parametrize("features", [Features(), Features(sampled=True), Features(True, True, True, True, True, True, 4, True)])
+def test_a_launch_of_prompts_fits_a_graph(target: Target, method: str | None, features: Features) -> None:
+    state = State(target, "c")
+    state.sampling.host = False
+    key = PromptKey(120, 4, features, 1)
+    if method:
+        speculation = Speculation(method, 3, 2, 5, model="x", draft_sample_method="greedy")
+        parts = (state.slots, state.slots, state.sampling, state.kv, EngineConfig(), True, VOCAB, target)
+        state.lives = Lives(state.slots, 3, target.vocab, probs=False)
+        drafter = TABLE[method](speculation, Surroundings(*parts))
+        state.body = Body(target, state.kv, state.slots, state.sampling, state.lives, drafter, block=False)
+    given = torch.tensor(ROWS).T.contiguous()
+    with NothingForTheHost() as watch:
+        state.body.prefill(key, given)
+    assert {"searchsorted", "cumsum", "embedding"} <= watch.seen
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NothingForTheHost():
+        bool(given[3, 0])
+
+
 def small(folder: Path, target: Target, **settings: object) -> Engine:
     tokenizer = Tokenizer(folder)
     given: dict = {"max_num_seqs": 4, "kv_cache_tokens": 1024} | settings
@@ -246,3 +285,12 @@ def test_arrivals_are_written_together(folder: Path, target: Target, monkeypatch
             )  # fmt: skip
             assert (state.repetition[slot], state.presence[slot], state.frequency[slot]) == (1, params.presence_penalty, 0)
     assert counts[0] == counts[1] == 2
+
+
+def test_only_what_may_come_is_captured_the_largest_first(folder: Path, target: Target) -> None:
+    it = small(folder, target, max_model_len=40, max_num_seqs=20)
+    keys = it._prompt_keys(prompt_sizes(800, 20))
+    assert keys == sorted(keys, key=lambda key: (key.rows, key.tokens), reverse=True)
+    assert [key.tokens for key in keys if key.rows == 20] == [800, 768, 512, 384, 256, 192, 128, 64, 32]
+    assert [key.tokens for key in keys if key.rows == 8] == [384, 256, 192, 128, 64, 32]  # 8 * 40 = 320 at most
+    assert it._prompt_keys(None) == []
