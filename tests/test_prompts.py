@@ -193,7 +193,7 @@ class NothingForTheHost(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "prediction", "draft_model"])
-@pytest.mark.parametrize("features", [Features(), Features(sampled=True), Features(True, True, True, True, True, True, 4, True)])
+@pytest.mark.parametrize("features", [Features(), Features(True), Features(True, True, True, True, True, True, 4, True)])
 def test_a_launch_of_prompts_fits_a_graph(target: Target, method: str | None, features: Features) -> None:
     state = State(target, "c")
     state.sampling.host = False
