@@ -181,6 +181,49 @@ def test_prefill_attention_of_ragged_rows(run: CudaKernels, shape: AttentionShap
     check_attention(run, [(0, 70), (37, 1), (60, 20), (0, 1)], shape, norms=shape.head_dim == 32)
 
 
+@pytest.mark.parametrize(("padding", "empty"), [(3, ()), (0, (0, 0)), (40, (1, 2)), (5, (4, 4, 4, 4))])
+def test_prefill_attention_with_empty_rows_and_padding(run: CudaKernels, padding: int, empty: tuple[int, ...]) -> None:
+    """The padding is full of NaN, which must reach no row and no page; page 0 is what the empty rows' tables name. empty: the
+    rows that an empty one stands in front of."""
+    shape = AttentionShape(4, 2, 32, 0, EPS)
+    exact, (keys, values) = paged([(0, 70), (37, 1), (60, 20), (0, 1)], shape, 8)
+    total = len(exact.positions)
+    counts, table = exact.row_start.diff().tolist(), list(exact.block_table)
+    for row in reversed(empty):
+        counts.insert(row, 0)
+        table.insert(row, table[0] * 0)
+    batch = exact._replace(
+        positions=torch.cat((exact.positions, exact.positions.new_zeros(padding))),
+        row_start=torch.tensor([0, *counts], device=DEVICE).cumsum(0).int(),
+        block_table=torch.stack(table),
+    )
+    angle = torch.outer(torch.arange(512.0), 10 ** -torch.linspace(0, 3, 16)).to(DEVICE)
+    qkv = random(total + padding, 8 * 32, seed=9)
+    qkv[total:] = torch.nan
+    given = (shape, angle.cos(), angle.sin(), random(32, seed=7), random(32, seed=8))
+    want_keys, want_values = keys.clone(), values.clone()
+    want = run.attend(qkv[:total].contiguous(), *given, want_keys, want_values, exact)
+    close(want, reference.attend(qkv[:total], *given, keys.clone(), values.clone(), exact))
+    for kernels in (run, reference):
+        got_keys, got_values = keys.clone(), values.clone()
+        got = kernels.attend(qkv, *given, got_keys, got_values, batch)
+        assert not got[total:].any()
+        close(got[:total], want)
+        close(got_keys, want_keys, 2e-3)
+        assert torch.equal(got_values, want_values)
+        assert torch.equal(got_keys[0], keys[0]) and torch.equal(got_values[0], values[0])
+
+
+def test_attention_of_nothing_but_padding(run: CudaKernels) -> None:
+    shape = AttentionShape(4, 2, 32, 0, EPS)
+    batch, (keys, values) = paged([(0, 8)], shape, 8)
+    batch = batch._replace(positions=batch.positions * 0, row_start=batch.row_start * 0)
+    angle = torch.ones(512, 16, device=DEVICE)
+    qkv, before = random(8, 8 * 32) * torch.nan, (keys.clone(), values.clone())
+    assert not run.attend(qkv, shape, angle, angle, None, None, keys, values, batch).any()
+    assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
+
+
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile

@@ -17,15 +17,21 @@ pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, wh
 
 from forerun.config import Speculation
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.fixed import Body, Key, Lives
+from forerun.engine.fixed import Body, Key, Lives, PromptKey
+from forerun.engine.fused import FusedBody
 from forerun.engine.slots import Slots
 from forerun.kernels import cuda_step as step
+from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_step import LookUp, Pool
+from forerun.models.decoder import Target
 from forerun.types import Draft, Verdict
 from forerun.verify import noise
 from forerun.verify.accept import accept_matching
+from forerun.verify.sampling import SamplingState
 from tests.statistical import PASS, REJECT, chi_square
-from tests.test_cuda_kernels import DEVICE, interpreter_that_numpy_allows  # noqa: F401  (a fixture for all tests here)
+from tests.test_cuda_kernels import DEVICE, DTYPE, interpreter_that_numpy_allows  # noqa: F401  (a fixture for all tests here)
+from tests.tiny import VOCAB as VOCAB_OF_TINY
+from tests.tiny import tiny_model
 
 VOCAB, CONTEXT = 50, 100
 
@@ -319,6 +325,39 @@ def test_choices_have_the_distribution_and_the_noise(monkeypatch) -> None:
 
     assert chi_square(seen.numpy(), expected.numpy()) > PASS
     assert chi_square(seen.numpy(), shares(logits[:1], temperature[:1] * 3)[0].cpu().double().numpy()) < REJECT
+
+
+def test_prompts_of_the_fused_body(tmp_path) -> None:
+    """A padded launch of it against the twin's without padding: a prompt that is through and drafts, one that is not, one that
+    goes on from its pages and stops at once, and nobody's rows."""
+    folder = tiny_model(tmp_path / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, layers=2)
+    target = Target.load(folder, DTYPE, DEVICE, kernels=CudaKernels(DEVICE))
+    rows = [(1, 0, 12, 1), (0, 8, 5, 1), (2, 0, 7, 0)]
+    states = []
+    for padded in (False, True):
+        slots = Slots(5, 60, 8, torch.device(DEVICE))
+        sampling = SamplingState(slots.tokens, slots.length, target.vocab)
+        lives = Lives(slots, 3, target.vocab, probs=False)
+        drafter = DeviceNgram(slots, Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2), VOCAB_OF_TINY)
+        kv = target.kv_cache(40, 8)
+        slots.block_table[:4] = 1 + torch.arange(32, device=DEVICE).view(4, 8)
+        slots.tokens[:4, :30] = torch.arange(120, device=DEVICE).view(4, 30) % 7 + 100
+        slots.length[:3] = torch.tensor([13, 12, 20], device=DEVICE)
+        lives.alive[:3], lives.limit[:3], lives.limit[0] = True, 50, 14
+        parts = (kv, slots, sampling, lives, drafter, False)
+        body = FusedBody(target, target.kernels, *parts) if padded else Body(target, *parts)
+        nobody = [(4, 0, 0, 0)] * (2 if padded else 0)
+        body.prefill(PromptKey(8, 1), torch.tensor([(0, 0, 8, 0)], device=DEVICE).T.contiguous())
+        given = torch.tensor([*rows[:2], *nobody, *rows[2:]], device=DEVICE).T.contiguous()
+        report = body.prefill(PromptKey(40 if padded else 24, given.shape[1]), given)
+        states.append((report.tokens[:2], report.counts[:2], slots.length, lives.alive, lives.draft_size, slots.tokens[:4], kv))
+    (*want, want_kv), (*got, got_kv) = states
+    for mine, wanted in zip(got, want, strict=True):
+        assert torch.equal(mine, wanted)
+    assert want[1][:, 0].tolist() == [1, 1] and want[3].tolist() == [False, True, True, False, False]
+    for mine, wanted in zip((*got_kv.keys, *got_kv.values), (*want_kv.keys, *want_kv.values), strict=True):
+        torch.testing.assert_close(mine, wanted, atol=2e-2, rtol=2e-2)
+        assert not mine[0].any()
 
 
 COMPILE = """

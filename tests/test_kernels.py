@@ -204,6 +204,33 @@ def test_threads_do_not_change_a_bit(bf16: cpu.CpuKernels, rows: list[tuple[int,
         assert torch.equal(attention, results[0][0]) and torch.equal(linear, results[0][1])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rows", [[(2000, 1), (20, 1)], RAGGED])
+def test_empty_rows_and_padding_change_no_bit(rows: list[tuple[int, int]], threads: int, dtype: torch.dtype) -> None:
+    sequences, kernels = Sequences(rows, AttentionShape(6, 2, 32), 16, dtype), cpu.kernels(dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        want, *want_pages = sequences.run(kernels, True)
+        total = len(want)
+        at = [0, 1, 1, len(rows)]  # empty rows in front of these
+        counts, table = [n for _, n in rows], list(sequences.table)
+        for row in reversed(at):
+            counts.insert(row, 0)
+            table.insert(row, sequences.table[0] * 0)
+        sequences.table, sequences.row_start = torch.stack(table), torch.tensor([0, *counts]).cumsum(0).int()
+        sequences.positions = torch.cat((sequences.positions, torch.zeros(9, dtype=torch.int64)))
+        sequences.qkv = torch.cat((sequences.qkv, sequences.qkv[:9] * torch.nan))
+        got, *pages = sequences.run(kernels, True)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(got[:total], want)
+    for mine, wanted in zip(pages, want_pages, strict=True):
+        assert torch.equal(mine.nan_to_num(), wanted.nan_to_num())
+        assert torch.equal(mine.isnan(), wanted.isnan())
+
+
 @pytest.mark.parametrize("rows", [[(300, 1)], [(300, 9)], [(130, 3), (0, 20), (17, 1)]])
 @pytest.mark.parametrize("extras", [False, True])
 def test_a_stack_of_layers_is_what_the_kernels_do_one_by_one(

@@ -35,7 +35,8 @@ class Drafter(Protocol):
     needs: Needs
 
     def admit(self, slot: int, request: Request) -> None:
-        """A sequence takes the slot; slots.tokens holds what is committed of it (more than the prompt if it resumes)."""
+        """A sequence takes the slot; slots.tokens holds what is committed of it (more than the prompt if it resumes), on a
+        device only when the next step is launched."""
 
     def release(self, slot: int, finished: bool) -> None:
         """It leaves the slot: for good (finished; slots still holds its committed tokens) or until it resumes."""

@@ -17,10 +17,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.config import Speculation
+from forerun.device import send
 from forerun.drafters import Needs, Rows
 from forerun.drafters.host import pack
 from forerun.engine.slots import Slots
@@ -196,15 +198,20 @@ class DevicePrediction:
         self.prompt_size = torch.zeros_like(slots.length)  # [S]
         self.anchor = torch.zeros_like(slots.length)  # [S] the last place in the prediction
         self.read = torch.zeros_like(slots.length)  # [S] the length of the output that it belongs to
+        self._predicted: set[int] = set()  # slots whose size is not 0
 
     def admit(self, slot: int, request: Request) -> None:
         ids = request.prediction[: self.prediction.shape[1]]
-        self.prediction[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        self.size[slot], self.prompt_size[slot] = len(ids), len(request.prompt_ids)
-        self.anchor[slot] = self.read[slot] = 0
+        if ids:  # a slot without a prediction has size 0, and the rest of it means nothing
+            self._predicted.add(slot)
+            self.prediction[slot, : len(ids)] = send(np.array(ids, dtype=np.int64), self.size.device)
+            self.size[slot], self.prompt_size[slot] = len(ids), len(request.prompt_ids)
+            self.anchor[slot] = self.read[slot] = 0
 
     def release(self, slot: int, finished: bool) -> None:
-        self.size[slot] = 0
+        if slot in self._predicted:
+            self._predicted.remove(slot)
+            self.size[slot] = 0
 
     def propose(self, rows: Rows) -> Draft:
         slot = rows.slot

@@ -13,7 +13,7 @@ import torch
 
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.fixed import Body, FixedStep, Key, Lives, sizes
+from forerun.engine.fixed import Body, FixedStep, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes
 from forerun.engine.graphs import Graphs, captures, fused_body
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Costs, Policy
@@ -99,7 +99,9 @@ class Engine:
             rows = sizes(config.max_num_seqs)
             if captures(target):
                 self.graphs = Graphs(fused_body(target, *parts), lines - 1)
-                self._step = FixedStep(self.graphs.body, policy, width, mirror, rows, self.graphs.run, self.graphs.cost)
+                prompts = prompt_sizes(min(self.budget, config.max_num_seqs * self.max_model_len), config.max_num_seqs)
+                run = (self.graphs.run, self.graphs.cost, prompts, self.graphs.run_prompts)
+                self._step = FixedStep(self.graphs.body, policy, width, mirror, rows, *run)
             else:
                 self._step = FixedStep(Body(target, *parts), policy, width, mirror, rows)
         else:
@@ -120,16 +122,29 @@ class Engine:
         return max(min(whole, affordable), self.max_model_len) + self.config.block_size
 
     def warm_up(self) -> None:
-        """Before the first request: capture the steps of greedy decoding where there are graphs; else, if drafts are to be
-        no longer than pays, measure what steps cost."""
+        """Before the first request: capture the steps of greedy decoding, and its prompts, where there are graphs; else, if
+        drafts are to be no longer than pays, measure what steps cost."""
         speculation = self.config.speculation
         if isinstance(self._step, FixedStep):
             if self.graphs is not None:
                 for rows in self._step.sizes:
                     for width in sorted({0, self._step.width}):
                         self.graphs.capture(Key(rows, width))
+                for key in self._prompt_keys(self._step.prompt_sizes):
+                    self.graphs.capture_prompts(key)
         elif speculation is not None and self.config.adaptive_drafts and speculation.draft_sample_method == "greedy":
             self.scheduler.policy.costs = Costs(self._step.measure(min(MEASURED, self.max_model_len)))
+
+    def _prompt_keys(self, given: PromptSizes | None) -> list[PromptKey]:
+        """The launches of prompts that may come, the largest first, in whose memory the others then find room."""
+        if given is None:
+            return []
+        return [
+            PromptKey(tokens, rows)
+            for rows in given.rows
+            for before, tokens in zip((0, *given.tokens), given.tokens, strict=False)
+            if before < rows * self.max_model_len
+        ][::-1]
 
     @property
     def kv_tokens(self) -> int:

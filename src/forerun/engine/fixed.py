@@ -2,9 +2,9 @@
 the host reads a step's verdict after it has launched the next one. The same parts as step.py, in a different order,
 since the draft of the next step is made at the end of this one: verify -> commit -> draft.
 
-Also runs without CUDA, one operation after the other: the twin that the tests compare. What a graph holds is `Body.run`;
-graphs.py captures it. A row lives on the device until it meets a stop token, its limit, or the host's word; a row that
-is not alive computes into page 0, which is nobody's, and commits nothing.
+Also runs without CUDA, one operation after the other: the twin that the tests compare. What a graph holds is `Body.run`
+or, of a chunk of prompts, `Body.prefill`; graphs.py captures them. A row lives on the device until it meets a stop token,
+its limit, or the host's word; a row that is not alive computes into page 0, which is nobody's, and commits nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.device import send
 from forerun.drafters import Drafter, Rows
 from forerun.engine.policy import Chances, Policy
 from forerun.engine.scheduler import Plan, PlanRow, Sequence
@@ -24,7 +26,7 @@ from forerun.engine.slots import Slots
 from forerun.engine.step import Committed, Times
 from forerun.kernels import Batch
 from forerun.models.decoder import KVCache, Target
-from forerun.types import Draft, Logprob, Verdict
+from forerun.types import Draft, Logprob, Request, Verdict
 from forerun.verify import noise
 from forerun.verify.accept import accept_block, accept_matching, accept_ratio
 from forerun.verify.sampling import Features, SamplingState, logprobs
@@ -38,12 +40,40 @@ def sizes(most: int) -> tuple[int, ...]:
     return (*usual, most)
 
 
+class PromptSizes(NamedTuple):
+    """The shapes that launches of prompts are padded to, both ascending."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    def fit(self, tokens: int, rows: int) -> tuple[int, int]:
+        """The smallest that has room for so many."""
+        return next(n for n in self.tokens if n >= tokens), next(n for n in self.rows if n >= rows)
+
+
+def prompt_sizes(budget: int, most: int) -> PromptSizes:
+    """For launches of up to `budget` tokens of up to `most` prompts. What is computed for padding is lost, which the steps
+    bound: powers of two with one size between each two of them."""
+    powers = [1 << i for i in range(5, max(budget, 1).bit_length())]
+    usual = sorted([*powers, *(n * 3 // 2 for n in powers if n >= 128)])
+    return PromptSizes((*(n for n in usual if n < budget), budget), tuple(sorted({min(8, most), most})))
+
+
 class Key(NamedTuple):
     """What fixes the shapes and the work of a step. rows: how many lines it has, padding included; width: drafts of a
     row; top: logprobs reported (-1: none, 0: the chosen token's only)."""
 
     rows: int
     width: int
+    features: Features = GREEDY
+    top: int = -1
+
+
+class PromptKey(NamedTuple):
+    """The same of a launch of prompts. tokens, rows: padding included."""
+
+    tokens: int
+    rows: int
     features: Features = GREEDY
     top: int = -1
 
@@ -55,6 +85,13 @@ class Report(NamedTuple):
     tokens: Tensor
     counts: Tensor
     noted: tuple[Tensor, Tensor, Tensor] | None
+
+
+class Arrival(NamedTuple):
+    """A request that takes a slot: with the committed tokens ids [n] int64, which may be more than its prompt."""
+
+    ids: np.ndarray
+    request: Request
 
 
 class Lives:
@@ -69,6 +106,13 @@ class Lives:
         self.draft = torch.zeros(count, width, dtype=torch.int64, device=device)
         self.draft_size = torch.zeros(count, dtype=torch.int64, device=device)
         self.draft_probs = torch.zeros(count, width, vocab, device=device) if probs else None
+
+    def give(self, slot: Tensor, limit: Tensor, stop_ids: Tensor) -> None:
+        """Slots [A], all different, come alive, without a draft. limit: [A]; stop_ids: [A,E]."""
+        self.limit.index_copy_(0, slot, limit)
+        self.stop_ids.index_copy_(0, slot, stop_ids)
+        self.draft_size.index_fill_(0, slot, 0)
+        self.alive.index_fill_(0, slot, True)
 
 
 class Body:
@@ -129,7 +173,7 @@ class Body:
             self._starts[shape] = torch.arange(0, last, key.width + 1, dtype=torch.int32, device=positions.device)
         return Batch(ids, positions, self._starts[shape], table, None)
 
-    def _choose(self, key: Key, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
+    def _choose(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         """The target's own token behind each position, [B(W+1)]."""
         every = slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
         shaped = self.sampling.shape(logits, every, positions + 1, key.features)
@@ -175,22 +219,38 @@ class Body:
         return draft.size
 
     @staticmethod
-    def _note(key: Key, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _note(key: Key | PromptKey, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         if key.top < 0:
             return None
         chosen, ids, values = logprobs(logits, tokens.flatten(), key.top)
         return chosen.view_as(tokens), ids.view(*tokens.shape, -1), values.view(*tokens.shape, -1)
 
-    def prefill(self, key: Key, batch: Batch, slot: Tensor, position: Tensor) -> Report:
-        """Chunks of prompts, laid end to end; batch.logits_at are the ends [B] of those that are through, whose slots and
-        positions these are: each gets its first token."""
-        logits = self.target.forward(batch, self.kv).logits  # [B,V]
+    def prefill(self, key: PromptKey, given: Tensor) -> Report:
+        """A launch of prompts: of each row of a slot the tokens from `begin` on, `count` of them; of those with through = 1
+        they are the last, so that they get their first token. given: [4,R] int64, slot, begin, count and through; the
+        padding's are nobody's and 0. What the report says of the rows that are not through means nothing."""
+        slot, begin, count, through = given
+        batch = self._lay_end_to_end(key, slot, begin, count)
+        logits = self.target.forward(batch, self.kv).logits  # [R,V]
         if self.drafter is not None:
             self.drafter.prefill(batch)
-        choice = self._choose(key, slot, position - 1, logits)[:, None]
+        slot = torch.where(through > 0, slot, len(self.slots.length) - 1)  # the others commit as nobody
+        choice = self._choose(key, slot, (begin + count - 1).clamp(min=0), logits)[:, None]
         nothing = Draft(choice[:, :0], torch.zeros_like(slot))
         counts = self._commit(slot, nothing, choice, None)
         return Report(choice, counts, self._note(key, logits, choice))
+
+    def _lay_end_to_end(self, key: PromptKey, slot: Tensor, begin: Tensor, count: Tensor) -> Batch:
+        """The forward pass over these parts of the slots, with the logits of each row's last token (of some token if the row
+        is empty). slot, begin, count: [R]."""
+        end = count.cumsum(0)  # [R]
+        at = torch.arange(key.tokens, device=slot.device)  # [T]
+        row = torch.searchsorted(end, at, right=True).clamp(max=key.rows - 1)  # [T]
+        there = at < end[-1]
+        positions = torch.where(there, at + (begin - end + count)[row], 0)
+        ids = torch.where(there, self.slots.tokens[slot[row], positions], 0)
+        start = F.pad(end, (1, 0)).int()
+        return Batch(ids, positions, start, self.slots.block_table[slot], (end - 1).clamp(min=0))
 
 
 class Decoding(NamedTuple):
@@ -257,11 +317,15 @@ class FixedStep:
         sizes: tuple[int, ...],
         run: Callable[[Key, list[int], list[int]], Report] | None = None,
         cost: Callable[[int, int], float | None] = lambda rows, width: None,
+        prompt_sizes: PromptSizes | None = None,
+        run_prompts: Callable[[PromptKey, list[list[int]]], Report] | None = None,
     ) -> None:
         """width: drafts of a row at most. mirror: slots on the host, for a drafter there. sizes: how many rows a decode step
         may have, ascending (what runs is padded up to one of them). run: makes a decode step, graphs.Graphs.run on CUDA;
-        None runs the body as it is. cost(rows, width): milliseconds of such a step, None if not known."""
+        None runs the body as it is. cost(rows, width): milliseconds of such a step, None if not known. prompt_sizes: what
+        prompts are padded to, None: not at all; run_prompts: launches them, as run does steps."""
         self.body, self.policy, self.width, self.mirror, self.sizes = body, policy, width, mirror, sizes
+        self.prompt_sizes, self._run_prompts = prompt_sizes, run_prompts or self._eager_prompts
         self._drafter = body.drafter if body.drafter is not None else body.host_drafter
         self.lag = 0 if body.host_drafter is not None else 1
         self.waits = 0
@@ -269,34 +333,58 @@ class FixedStep:
         self.cuda = self.device.type == "cuda"
         self.nobody = len(body.slots.length) - 1  # the slot of the padding
         self._run, self._cost = run or self._eager, cost
+        self._changes: dict[int, Arrival | None] = {}  # slots given (or left, None) since the last launch
         self._last: tuple[list[Sequence], tuple[Features, int]] = ([], (GREEDY, -1))
         self._decoding = Decoding([], 0, [], [], [], (GREEDY, -1))
 
     def admit(self, sequence: Sequence) -> None:
-        slot, request, lives = sequence.slot, sequence.request, self.body.lives
+        """The sequence has a slot: written at the next launch, with all others."""
+        slot, request = sequence.slot, sequence.request
         sequence.laid = 0
-        slots = self.body.slots
-        slots.tokens[slot, : len(sequence.ids)] = self._up(sequence.ids)
-        slots.length[slot] = len(sequence.ids)
-        slots.block_table[slot] = 0
-        self.body.sampling.set(slot, request)
-        most = lives.stop_ids.shape[1]  # the host looks for any others
-        stops = [*request.stop_ids, *[-1] * most][:most]
-        lives.stop_ids[slot] = self._up(stops)
-        lives.limit[slot] = len(request.prompt_ids) + request.max_tokens
-        lives.draft_size[slot] = 0
-        lives.alive[slot] = True
+        self._changes[slot] = Arrival(np.array(sequence.ids, dtype=np.int64), request)
         if self.body.host_drafter is not None:
             self.mirror.set(slot, sequence.ids)
         if self._drafter is not None:
             self._drafter.admit(slot, request)
 
     def release(self, sequence: Sequence, slot: int, finished: bool) -> None:
-        self.body.lives.alive[slot] = False
+        """It has left the slot, where nothing is to happen from the next launch on."""
+        self._changes[slot] = None
         if self.body.host_drafter is not None:
             self.mirror.catch_up(slot, sequence.ids)
         if self._drafter is not None:
             self._drafter.release(slot, finished)
+
+    def _settle(self) -> None:
+        """Write who has come and gone since the last launch. Only the last change of a slot counts: nothing ran in between."""
+        if not self._changes:
+            return
+        arrivals = {slot: one for slot, one in self._changes.items() if one is not None}
+        gone = [slot for slot in self._changes if slot not in arrivals]
+        self._changes = {}
+        lives, slots = self.body.lives, self.body.slots
+        width, most = slots.tokens.shape[1], lives.stop_ids.shape[1]
+        ids = [one.ids for one in arrivals.values()]
+        requests = [one.request for one in arrivals.values()]
+        stops = [([*one.stop_ids] + [-1] * most)[:most] for one in requests]  # the host looks for any others
+        parts = [
+            np.array(gone, dtype=np.int64),
+            np.array(list(arrivals), dtype=np.int64),
+            np.array([len(one) for one in ids], dtype=np.int64),
+            np.array([len(one.prompt_ids) + one.max_tokens for one in requests], dtype=np.int64),
+            np.array(stops, dtype=np.int64).ravel(),
+            *(slot * width + np.arange(len(one)) for slot, one in zip(arrivals, ids, strict=True)),
+            *ids,
+        ]
+        total = sum(map(len, ids))
+        sizes = [*(len(part) for part in parts[:5]), total, total]
+        left, slot, length, limit, stop_ids, at, tokens = send(np.concatenate(parts), self.device).split(sizes)
+        if gone:
+            lives.alive.index_fill_(0, left, False)
+        if arrivals:
+            slots.give(slot, length, at, tokens)
+            lives.give(slot, limit, stop_ids.view(-1, most))
+            self.body.sampling.give(slot, arrivals, requests)
 
     def _draft_on_host(self, rows: list[PlanRow]) -> None:
         """Have the host's drafter draft for these rows, all of which have been read, and send the drafts."""
@@ -316,6 +404,7 @@ class FixedStep:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> FixedFlight:
         start = time.perf_counter()
+        self._settle()
         self._lay_pages(plan.rows)
         decoding = [row for row in plan.rows if row.pending == 1 and row.samples]
         prompts = [row for row in plan.rows if row.pending != 1 or not row.samples] if len(decoding) < len(plan.rows) else []
@@ -327,13 +416,12 @@ class FixedStep:
                 self._decoding = self._line_up(decoding)
             _, lines, slot, k, chances, asked = self._decoding
             width = self.width if any(k) and self._worth(lines, chances) else 0
-            parts.append((decoding, self._run(Key(lines, width, *asked), slot, k)))
-        if prompts:
+            parts.append((decoding, self._down(self._run(Key(lines, width, *asked), slot, k))))
+        if prompts:  # the last report is on its way down: graphs share their memory
             parts.append(self._prefill(prompts))
-        down = [(rows, self._down(report)) for rows, report in parts]
         silent = [row for row in prompts if not row.samples]
         times = Times(0.0, time.perf_counter() - start, 0.0)
-        return FixedFlight(down, silent, self._mark(), times, self.width > 0)
+        return FixedFlight(parts, silent, self._mark(), times, self.width > 0)
 
     def _line_up(self, rows: list[PlanRow]) -> Decoding:
         """Done once as long as the same rows come again, as they do while nobody joins, ends or comes near its limit."""
@@ -350,17 +438,25 @@ class FixedStep:
     def _eager(self, key: Key, slot: list[int], k: list[int]) -> Report:
         return self.body.run(key, self._up(slot), self._up(k))
 
+    def _eager_prompts(self, key: PromptKey, given: list[list[int]]) -> Report:
+        return self.body.prefill(key, self._up(given))
+
     def _prefill(self, rows: list[PlanRow]) -> tuple[list[PlanRow], Report]:
-        """Chunks of prompts, and the first tokens of those that are through."""
-        at = np.array
-        slot, begin = at([row.sequence.slot for row in rows]), at([row.sequence.computed for row in rows])
-        count = at([row.pending for row in rows])
-        through = at([row.samples for row in rows])
-        batch = self.body.slots.batch(slot, begin, count, (np.cumsum(count) - 1)[through])
+        """Chunks of prompts, and the first tokens of those that are through: these come first, as the report's reader
+        wants them."""
         ended = [row for row in rows if row.samples]
-        key = Key(len(ended), 0, *self._asked(ended))
-        report = self.body.prefill(key, batch, self._up(slot[through].tolist()), self._up((begin + count)[through].tolist()))
-        return ended, report
+        rows = ended + [row for row in rows if not row.samples]
+        tokens, lines = sum(row.pending for row in rows), len(rows)
+        if self.prompt_sizes is not None:
+            tokens, lines = self.prompt_sizes.fit(tokens, lines)
+        nothing = [0] * (lines - len(rows))
+        given = [
+            [row.sequence.slot for row in rows] + [self.nobody] * len(nothing),
+            [row.sequence.computed for row in rows] + nothing,
+            [row.pending for row in rows] + nothing,
+            [int(row.samples) for row in rows] + nothing,
+        ]
+        return ended, self._down(self._run_prompts(PromptKey(tokens, lines, *self._asked(ended)), given))
 
     def _asked(self, rows: list[PlanRow]) -> tuple[Features, int]:
         """What these rows' requests ask for: the sampling features they use, and how many logprobs (a few sizes only).

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forerun.drafters import Drafter
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.fixed import GREEDY, Body, Key, Lives
+from forerun.engine.fixed import GREEDY, Body, Key, Lives, PromptKey
 from forerun.engine.slots import Slots
 from forerun.kernels import Batch, cuda_step
 from forerun.kernels.cuda import CudaKernels
@@ -46,7 +46,7 @@ class FusedBody(Body):
         tokens = lives.draft[slot, : key.width] if probs is not None else lives.draft[:0]  # choices are compared in the pool
         return Draft(tokens, size, probs), self._batch(key, positions, positions, table), x
 
-    def _choose(self, key: Key, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
+    def _choose(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         features = key.features
         if features == GREEDY:
             return self._kernels.argmax(logits)

@@ -1,16 +1,17 @@
-"""Decode steps as CUDA graphs: captured once for each key (rows, drafts a row, what sampling does), replayed with the slots
-of the moment. Knows nothing of what a step does; engine/fixed.py's Body does.
+"""Steps as CUDA graphs, those of decoding and those of prompts: captured once for each key (what fixes their shape, and what
+sampling does), replayed with the slots of the moment. Knows nothing of what a step does; engine/fixed.py's Body does.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from forerun.drafters import Drafter
-from forerun.engine.fixed import Body, Key, Lives, Report
+from forerun.engine.fixed import Body, Key, Lives, PromptKey, Report
 from forerun.engine.slots import Slots
 from forerun.models.decoder import KVCache, Target
 from forerun.verify.sampling import SamplingState
@@ -42,16 +43,16 @@ class Graphs:
         self.seconds, self.bytes = 0.0, 0
         self.costs: dict[tuple[int, int], float] = {}
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Report]] = {}
+        self._prompts: dict[PromptKey, tuple[torch.cuda.CUDAGraph, Report]] = {}
         self._inputs: dict[int, Tensor] = {}  # rows -> [2,B], the slots and the most each may draft
+        self._given: dict[int, Tensor] = {}  # rows -> [4,R], as Body.prefill takes it
         self._now: dict[int, tuple[list[int], list[int]]] = {}  # what these hold
         self._pool = torch.cuda.graph_pool_handle()
         self._grown = body.sampling.grown
 
     def run(self, key: Key, slot: list[int], k: list[int]) -> Report:
-        """Launch a step. What it returns is overwritten by the next step of the same key."""
-        if self._grown != self.body.sampling.grown:  # the graphs hold tables that are gone
-            self._graphs.clear()
-            self._grown = self.body.sampling.grown
+        """Launch a step. What it returns may be overwritten by the next launch of any graph: copy it before that."""
+        self._drop_stale()
         if key not in self._graphs:
             self.capture(key)
         if self._now.get(key.rows) != (slot, k):
@@ -62,29 +63,62 @@ class Graphs:
         graph.replay()
         return report
 
+    def run_prompts(self, key: PromptKey, given: list[list[int]]) -> Report:
+        """Launch prompts, of which each row is given as Body.prefill takes it. What it returns is as short-lived as a
+        step's."""
+        self._drop_stale()
+        if key not in self._prompts:
+            self.capture_prompts(key)
+        self._given[key.rows].copy_(torch.tensor(given, dtype=torch.int64, pin_memory=True), non_blocking=True)
+        graph, report = self._prompts[key]
+        graph.replay()
+        return report
+
+    def _drop_stale(self) -> None:
+        """Forget the graphs that hold tables of bans and biases, if these are gone."""
+        if self._grown != self.body.sampling.grown:
+            self._graphs = {key: graph for key, graph in self._graphs.items() if not key.features.shaped}
+            self._prompts = {key: graph for key, graph in self._prompts.items() if not key.features.shaped}
+            self._grown = self.body.sampling.grown
+
     def capture(self, key: Key) -> None:
-        """Run the step once for nobody, so that everything it needs is compiled and there, then record it."""
-        start, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        """Make the graph of a decode step."""
         if key.rows not in self._inputs:
             self._inputs[key.rows] = torch.zeros(2, key.rows, dtype=torch.int64, device=self.device)
         inputs = self._inputs[key.rows]
         inputs[0].fill_(self.nobody)
         inputs[1].zero_()
         self._now.pop(key.rows, None)
+        self._graphs[key] = self._record(lambda: self.body.run(key, inputs[0], inputs[1]))
+        if (key.rows, key.width) not in self.costs:
+            start = time.perf_counter()
+            self.costs[key.rows, key.width] = self._time(self._graphs[key][0])
+            self.seconds += time.perf_counter() - start
+
+    def capture_prompts(self, key: PromptKey) -> None:
+        """Make the graph of a launch of prompts."""
+        if key.rows not in self._given:
+            self._given[key.rows] = torch.zeros(4, key.rows, dtype=torch.int64, device=self.device)
+        given = self._given[key.rows]
+        given.zero_()
+        given[0].fill_(self.nobody)
+        self._prompts[key] = self._record(lambda: self.body.prefill(key, given))
+
+    def _record(self, work: Callable[[], Report]) -> tuple[torch.cuda.CUDAGraph, Report]:
+        """Do the work once, for nobody, so that everything it needs is compiled and there, then record it."""
+        start, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         torch.cuda.synchronize(self.device)
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
-            self.body.run(key, inputs[0], inputs[1])
+            work()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            report = self.body.run(key, inputs[0], inputs[1])
+            report = work()
         torch.cuda.synchronize(self.device)
-        self._graphs[key] = (graph, report)
-        if (key.rows, key.width) not in self.costs:
-            self.costs[key.rows, key.width] = self._time(graph)
         self.seconds += time.perf_counter() - start
         self.bytes += free - torch.cuda.mem_get_info(self.device)[0]
+        return graph, report
 
     def cost(self, rows: int, width: int) -> float | None:
         return self.costs.get((rows, width))

@@ -28,6 +28,13 @@ class Slots:
         self.tokens[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         self.length[slot] = len(ids)
 
+    def give(self, slot: Tensor, length: Tensor, at: Tensor, ids: Tensor) -> None:
+        """Give slots [A], all different, to sequences of these lengths [A], with the committed tokens ids [N]; at: [N], where
+        each goes, slot * L + position. They have no pages yet."""
+        self.tokens.view(-1).index_copy_(0, at, ids)
+        self.length.index_copy_(0, slot, length)
+        self.block_table.index_fill_(0, slot, 0)
+
     def catch_up(self, slot: int, ids: list[int]) -> None:
         """Append what these committed tokens, of the sequence that has the slot, have more than the slot. Slots on the CPU."""
         known = int(self.length[slot])

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 class Batch(NamedTuple):
     """The tokens of one forward pass: R rows (sequences), each a run of consecutive positions, laid end to end.
 
-    ids, positions: [T] int64. row_start: [R+1] int32, row r is tokens row_start[r]:row_start[r+1] (at least one).
+    ids, positions: [T] int64. row_start: [R+1] int32, row r is tokens row_start[r]:row_start[r+1] (a row may have none).
     block_table: [R,P] int32, the pages of each row in order. logits_at: [N] int64, the tokens whose logits are wanted, or
     None: all of them.
     The keys and values of a row's earlier positions are in its pages already; those of these tokens are written there.
+
+    Tokens from row_start[R] on are padding, at position 0: they belong to no row, write to no page, and what is computed
+    for them is nobody's and means nothing.
     """
 
     ids: Tensor

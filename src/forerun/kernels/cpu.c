@@ -485,14 +485,15 @@ INLINE int64_t page_at(const Attend *a, int64_t row, int64_t kv_head, int64_t po
     return ((page * a->kv_heads + kv_head) * a->block_size + position % a->block_size) * a->dim;
 }
 
-/* q, rotated, goes to y, which the output takes later; k and v to the pages */
+/* q, rotated, goes to y, which the output takes later; k and v to the pages. Padding, which is in no row, keeps its q */
 INLINE void place_team(const int wide, Team me, const Attend *a) {
     const int64_t all = a->heads + 2 * a->kv_heads, size = wide ? 4 : 2, bytes = a->dim * size;
     int64_t low, high, row = 0;
     share(me, a->tokens * all, &low, &high);
     for (int64_t i = low; i < high; i++) {
         int64_t t = i / all, head = i % all, position = a->positions[t];
-        while (a->row_start[row + 1] <= t) row++;
+        while (row < a->rows && a->row_start[row + 1] <= t) row++;
+        if (row == a->rows && head >= a->heads) continue;
         const char *x = (const char *)a->qkv + (t * all + head) * bytes;
         if (head < a->heads) {
             rotate(wide, a, x, a->q_norm, position, (char *)a->y + (t * a->heads + head) * bytes);
@@ -783,7 +784,7 @@ INLINE void attend_team(const int wide, Team me, const Attend *a) {
     if (!a->partial) return;
     BARRIER
     int64_t low, high;
-    share(me, a->tokens * a->heads, &low, &high);
+    share(me, a->row_start[a->rows] * a->heads, &low, &high);
     for (int64_t i = low; i < high; i++) {
         const int64_t position = a->positions[i / a->heads];
         own[0] = NEG_INF;
@@ -797,7 +798,9 @@ INLINE void attend_team(const int wide, Team me, const Attend *a) {
 static void plan_attend(Attend *a, int threads) {
     int64_t tiles = 0, chunks = 0, piece = piece_size(a->dim) * (int64_t)sizeof(float);
     for (int64_t r = 0; r < a->rows; r++) {
-        int64_t n = a->row_start[r + 1] - a->row_start[r], last = a->positions[a->row_start[r + 1] - 1] / CHUNK + 1;
+        int64_t n = a->row_start[r + 1] - a->row_start[r];
+        if (n == 0) continue;
+        int64_t last = a->positions[a->row_start[r + 1] - 1] / CHUNK + 1;
         tiles += (n + tile_tokens(a) - 1) / tile_tokens(a);
         chunks = last > chunks ? last : chunks;
     }

@@ -213,17 +213,19 @@ def _row_of(token, row_start, R, RP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "R", "TABLE"])
 def rotate_kernel(
-    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, row_start, table, q_out, T, R, TABLE, eps,
+    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, row_start, table, q_out, out, T, R, TABLE, eps,
     HEADS: tl.constexpr,
     KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, BM: tl.constexpr, RP: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Norm and rotate q into q_out [T,HEADS,D]; norm, rotate and write k, and write v, into the pages."""
+    """Norm and rotate q into q_out [T,HEADS,D]; norm, rotate and write k, and write v, into the pages. The padding, which no
+    tile of prefill_kernel covers, leaves no trace there and gets zeros in out, so that no stray NaN goes on from it."""
     head = tl.program_id(1)
     t = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)
-    ok = t < T
+    total = tl.load(row_start + R)
+    ok = t < total
     h = tl.arange(0, HP)[None, :]
     good = ok[:, None] & (d < D)[None, :]
     good_half = ok[:, None] & (h < D // 2)
@@ -234,6 +236,8 @@ def rotate_kernel(
         q_to = q_out + (t.to(tl.int64) * HEADS + head)[:, None] * D + h
         tl.store(q_to, q_a, mask=good_half)
         tl.store(q_to + D // 2, q_b, mask=good_half)
+        nothing = out + (t.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
+        tl.store(nothing, tl.zeros((BM, DP), tl.float32), mask=((t >= total) & (t < T))[:, None] & (d < D)[None, :])
     else:
         row = _row_of(t, row_start, R, RP)
         own_table = table + row.to(tl.int64) * TABLE
@@ -255,7 +259,8 @@ def prefill_kernel(
     FAR: tl.constexpr,
 ):
     """Attention of ragged rows, whose keys and values are in the pages already. A program: BM tokens of a row, one head.
-    The tiles of all rows are numbered through; there are more programs than tiles, since only the device knows the rows."""
+    The tiles of all rows are numbered through, empty rows have none; there are more programs than tiles, since only the
+    device knows the rows."""
     tile, head = tl.program_id(0), tl.program_id(1)
     r = tl.arange(0, RP)
     starts = tl.load(row_start + r, mask=r < R, other=0)
@@ -352,7 +357,7 @@ def attend_ragged(
     key_pages: Tensor,
     value_pages: Tensor, batch: Batch,
 ) -> Tensor:
-    """Rows of any lengths: prefill."""
+    """Rows of any lengths, none included, and padding behind them: prefill."""
     heads, kv, dim, window, eps = shape
     total, rows = qkv.shape[0], batch.block_table.shape[0]
     padded, rows_padded, block = max(16, power_of_two(dim)), power_of_two(rows), key_pages.shape[2]
@@ -362,7 +367,7 @@ def attend_ragged(
     rotate_kernel[(triton.cdiv(total, 16), heads + 2 * kv)](
         qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages,
         batch.positions,
-        batch.row_start, batch.block_table, q, total, rows, table, eps, HEADS=heads, KV=kv, D=dim, DP=padded,
+        batch.row_start, batch.block_table, q, out, total, rows, table, eps, HEADS=heads, KV=kv, D=dim, DP=padded,
         HP=max(16, power_of_two(dim // 2)), BM=16, RP=rows_padded,
         BLOCK=block, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31, num_warps=4,
     )

@@ -65,9 +65,11 @@ def attend(
     q = rotate(q, cos[batch.positions], sin[batch.positions])
     k = rotate(k, cos[batch.positions], sin[batch.positions])
 
-    out = torch.empty(total, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    out = torch.zeros(total, heads, dim, dtype=qkv.dtype, device=qkv.device)  # zeros for the padding
     starts = batch.row_start.tolist()
     for row, (begin, end) in enumerate(itertools.pairwise(starts)):
+        if begin == end:
+            continue
         positions = batch.positions[begin:end]
         page = batch.block_table[row, positions // block].long()
         key_pages[page, :, positions % block] = k[begin:end]

@@ -9,7 +9,7 @@ Order, as in vLLM: logit_bias, banned sequences and min_tokens, then penalties (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.device import send
 from forerun.types import Request, SettingError, require
 from forerun.verify import filters
 from forerun.verify.noise import CHOOSE, draw, draw_row, signed, uniform
@@ -71,6 +72,11 @@ def check_request(request: Request, vocab: int) -> None:
         raise SettingError(name, f"{len(gone)} tokens", f"the bans may leave no token to choose; ban at most {vocab - 1}")
 
 
+def _held_off(request: Request, vocab: int) -> list[int]:
+    """The stop tokens that may not come before min_tokens; an id outside the vocabulary can never be chosen anyway."""
+    return [token for token in request.stop_ids if 0 <= token < vocab] if request.params.min_tokens else []
+
+
 class SamplingState:
     """The sampling parameters of S slots. tokens [S,L], length [S]: the pool of engine/slots.py, read and never written.
 
@@ -81,21 +87,16 @@ class SamplingState:
 
     def __init__(self, tokens: Tensor, length: Tensor, vocab: int) -> None:
         count, device = tokens.shape[0], tokens.device
-
-        def column(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((count,), value, dtype=dtype, device=device)
-
         self.tokens, self.length, self.vocab = tokens, length, vocab
-        self.seed = column(0, torch.int64)
-        self.prompt_len = column(0, torch.int64)
-        self.temperature = column(0, torch.float64)
-        self.top_k = column(0, torch.int64)
-        self.top_p = column(1, torch.float64)
-        self.min_p = column(0, torch.float64)
-        self.repetition = column(1, torch.float32)
-        self.presence = column(0, torch.float32)
-        self.frequency = column(0, torch.float32)
-        self.min_tokens = column(0, torch.int64)
+        # the numbers of a slot in one column for each dtype, so that one write fills it; each name's are a row, [S]
+        self._whole = torch.zeros(4, count, dtype=torch.int64, device=device)
+        self._fine = torch.zeros(3, count, dtype=torch.float64, device=device)
+        self._single = torch.zeros(3, count, dtype=torch.float32, device=device)
+        self.seed, self.prompt_len, self.top_k, self.min_tokens = (self._whole[i] for i in range(4))
+        self.temperature, self.top_p, self.min_p = (self._fine[i] for i in range(3))
+        self.repetition, self.presence, self.frequency = (self._single[i] for i in range(3))
+        self.top_p.fill_(1)
+        self.repetition.fill_(1)
         self.bias_ids = torch.zeros(count, 1, dtype=torch.int64, device=device)  # [S,N], unused: token 0 with bias 0
         self.bias_values = torch.zeros(count, 1, device=device)  # [S,N]
         self.stop_ids = torch.full((count, 1), -1, dtype=torch.int64, device=device)  # [S,M], unused: -1
@@ -103,40 +104,68 @@ class SamplingState:
         self.grown = 0
         self.host = device.type == "cpu"
         self._features = [Features()] * count
+        self._listed: set[int] = set()  # slots that have entries in the tables above
 
     def set(self, slot: int, request: Request) -> None:
         """The slot now belongs to the request. Raises SettingError as check_request does."""
-        check_request(request, self.vocab)
-        self.clear(slot)
-        params = request.params
-        self.seed[slot] = signed(request.seed)
-        self.prompt_len[slot] = len(request.prompt_ids)
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = max(params.top_k, 0)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.repetition[slot] = params.repetition_penalty
-        self.presence[slot] = params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
+        self.give(send(np.array([slot]), self.seed.device), [slot], [request])
+
+    def give(self, at: Tensor, slots: Collection[int], requests: Sequence[Request]) -> None:
+        """These slots, all different, now belong to the requests; at: [A] int64, the same slots where the state lies.
+        Nothing waits for the device. Raises SettingError as check_request does."""
+        for request in requests:
+            check_request(request, self.vocab)
+        held = [_held_off(request, self.vocab) for request in requests]
+        whole, fine = [], []
+        for request, stops in zip(requests, held, strict=True):
+            params = request.params
+            early = params.min_tokens if stops else 0
+            whole.append((signed(request.seed), len(request.prompt_ids), max(params.top_k, 0), early))
+            penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            fine.append((params.temperature, params.top_p, params.min_p, *penalties))
+        self._write(at, np.array(whole, dtype=np.int64), np.array(fine, dtype=np.float64))
+        for slot, request, stops in zip(slots, requests, held, strict=True):
+            self._list(slot, request, stops)
+
+    def clear(self, slot: int) -> None:
+        """The slot belongs to nobody: greedy with nothing else."""
+        at = send(np.array([slot]), self.seed.device)
+        self._write(at, np.zeros((1, 4), dtype=np.int64), np.array([[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]]))
+        self._unlist(slot)
+        self._features[slot] = Features()
+
+    def _write(self, at: Tensor, whole: np.ndarray, fine: np.ndarray) -> None:
+        """The numbers of slots `at`, [A,4] int64 and [A,6] float64, in the order that __init__ names them."""
+        packed = np.concatenate((whole.T.ravel(), fine.T.ravel().view(np.int64)))
+        sent = send(packed, at.device)
+        numbers = sent[whole.size :].view(torch.float64).view(6, -1)
+        self._whole.index_copy_(1, at, sent[: whole.size].view(4, -1))
+        self._fine.index_copy_(1, at, numbers[:3])
+        self._single.index_copy_(1, at, numbers[3:].float())
+
+    def _list(self, slot: int, request: Request, stops: list[int]) -> None:
+        """Write the request's entries in the tables of biases, bans and stops, and note what it uses. stops: those that
+        min_tokens holds off."""
+        self._unlist(slot)
+        params, device = request.params, self.seed.device
         bias = {token: -math.inf if value <= BAN else value for token, value in (params.logit_bias or {}).items()}
         bias |= {sequence[0]: -math.inf for sequence in request.banned if len(sequence) == 1}
         if bias:
             self.bias_ids = self._widen(self.bias_ids, (len(bias),), 0)
             self.bias_values = self._widen(self.bias_values, (len(bias),), 0)
-            self.bias_ids[slot, : len(bias)] = torch.tensor(list(bias), dtype=torch.int64)
-            self.bias_values[slot, : len(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32)
-        # an id outside the vocabulary can never be chosen, so nothing holds it off
-        stops = [token for token in request.stop_ids if 0 <= token < self.vocab] if params.min_tokens else []
+            self.bias_ids[slot, : len(bias)] = send(np.array(list(bias), dtype=np.int64), device)
+            self.bias_values[slot, : len(bias)] = send(np.array(list(bias.values()), dtype=np.float32), device)
         if stops:
-            self.min_tokens[slot] = params.min_tokens
             self.stop_ids = self._widen(self.stop_ids, (len(stops),), -1)
-            self.stop_ids[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int64)
+            self.stop_ids[slot, : len(stops)] = send(np.array(stops, dtype=np.int64), device)
         sequences = [sequence for sequence in request.banned if len(sequence) > 1]
         if sequences:
             self.banned = self._widen(self.banned, (len(sequences), max(map(len, sequences))), -1)
             width = self.banned.shape[2]
             rows = [[-1] * (width - len(sequence)) + list(sequence) for sequence in sequences]
-            self.banned[slot, : len(rows)] = torch.tensor(rows, dtype=torch.int64)
+            self.banned[slot, : len(rows)] = send(np.array(rows, dtype=np.int64), device)
+        if bias or stops or sequences:
+            self._listed.add(slot)
         sampled = params.temperature > 0
         top_p, top_k = sampled and params.top_p < 1, max(params.top_k, 0) if sampled else 0
         self._features[slot] = Features(
@@ -151,16 +180,11 @@ class SamplingState:
             unbounded=top_p and top_k == 0,
         )
 
-    def clear(self, slot: int) -> None:
-        """The slot belongs to nobody: greedy with nothing else."""
-        for column in (self.seed, self.prompt_len, self.min_tokens, self.temperature, self.top_k, self.min_p):
-            column[slot] = 0
-        self.presence[slot], self.frequency[slot] = 0, 0
-        self.top_p[slot] = 1
-        self.repetition[slot] = 1
-        self.bias_ids[slot], self.bias_values[slot] = 0, 0
-        self.stop_ids[slot], self.banned[slot] = -1, -1
-        self._features[slot] = Features()
+    def _unlist(self, slot: int) -> None:
+        if slot in self._listed:
+            self.bias_ids[slot], self.bias_values[slot] = 0, 0
+            self.stop_ids[slot], self.banned[slot] = -1, -1
+            self._listed.remove(slot)
 
     def _widen(self, table: Tensor, size: tuple[int, ...], fill: int) -> Tensor:
         """The table [S, ...] with at least this size behind S. Last dimension padded on its left where there are two
