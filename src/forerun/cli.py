@@ -707,9 +707,9 @@ def _measure_plain(options: Options, wanted: _Outputs, console: Console) -> Reco
     with progress.waiting(console, "Loading the model"):
         loaded = LLM.load(options.model, options.dtype, options.device)
     with progress.watcher(console, plan.batches) as watcher:
-        return embedded.measure(
-            plan, loaded.name, embedded.engines(loaded, plan.concurrency, options.dtype, options.device), watcher
-        )
+        count = 1 + len(plan.candidates)
+        build = embedded.engines(loaded, plan.concurrency, options.dtype, options.device, count)
+        return embedded.measure(plan, loaded.name, build, watcher)
 
 
 def _measure(options: Options, wanted: _Outputs, console: Console) -> Record:

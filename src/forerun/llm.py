@@ -8,6 +8,7 @@ decides nothing about decoding.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from forerun.models.tokenizer import Detokenizer, Tokenizer
 from forerun.types import FinishReason, Logprob, Request, SamplingParams, SettingError, require
 from forerun.verify.noise import child_seed
 from forerun.verify.sampling import SamplingState
+
+LOG = logging.getLogger("forerun")
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -138,6 +141,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int = 0,
         adaptive_drafts: bool = True,
+        gpu_memory_utilization: float = 0.95,
     ) -> None:
         """model: a local folder, a Hugging Face id, a GGUF file, the default model (None), or a model already loaded
         with LLM.load. speculative_config: vLLM's keys, as a mapping or its JSON; None decodes without drafts. The other
@@ -153,6 +157,7 @@ class LLM:
             enable_prefix_caching,
             seed,
             adaptive_drafts,
+            gpu_memory_utilization,
             Speculation.parse(speculative_config),
         )
         loaded = model if isinstance(model, LoadedModel) else LLM.load(model, dtype, device)
@@ -178,6 +183,7 @@ class LLM:
 
         self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(self.tokenizer))
         self.engine.warm_up()
+        LOG.info(self.engine.capacity())
         self._numbers = itertools.count()
 
     @staticmethod

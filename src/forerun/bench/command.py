@@ -194,17 +194,20 @@ def _embedded(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
     loaded = LLM.load(options.model, options.dtype, options.device)
     slots = slots_of(options, plan)
 
+    candidates = arms.parse(options.arms or arms.DEFAULT_ARMS)
+    share = 0.9 / (1 + len(candidates))  # all engines are there at once
+
     def side(arm: arms.Arm) -> Side:
         settings = arm.speculation.effective() if arm.speculation else None
 
         def build() -> LLM:
             return LLM(
-                loaded, speculative_config=arm.speculation, dtype=options.dtype, device=options.device, max_num_seqs=slots
+                loaded, speculative_config=arm.speculation, dtype=options.dtype, device=options.device, max_num_seqs=slots,
+                gpu_memory_utilization=share,
             )
 
         return Embedded(ServedArm(arm.name, settings), build)
 
-    candidates = arms.parse(options.arms or arms.DEFAULT_ARMS)
     sides = [side(arm) for arm in (arms.Arm(BASELINE, None), *candidates)]
     if plan.control:
         sides.append(sides[0])

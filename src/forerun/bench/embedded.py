@@ -261,8 +261,12 @@ def _gap(llm: LLM, task: Task, prompt: Prompt, position: int, expected: tuple[in
     return last.logprob - others[0] if others else None
 
 
-def engines(loaded: LoadedModel, concurrency: int, dtype: str, device: str) -> Callable[[Arm], LLM]:
-    """What builds an arm's engine over weights that are loaded once. Every arm gets the same settings but for the drafter."""
+def engines(loaded: LoadedModel, concurrency: int, dtype: str, device: str, arms: int) -> Callable[[Arm], LLM]:
+    """What builds an arm's engine over weights that are loaded once. Every arm gets the same settings but for the drafter.
+    arms: how many there will be at once, to share a GPU's memory."""
     from forerun.llm import LLM
 
-    return lambda arm: LLM(loaded, speculative_config=arm.speculation, dtype=dtype, device=device, max_num_seqs=concurrency)
+    return lambda arm: LLM(
+        loaded, speculative_config=arm.speculation, dtype=dtype, device=device, max_num_seqs=concurrency,
+        gpu_memory_utilization=0.9 / arms,
+    )

@@ -34,7 +34,7 @@ class DraftModel:
     ) -> None:
         """kv: as many pages as the target's; vocab: ids from here on are never drafted; limit: the drafter's context;
         budget: tokens of one of its forward passes; sampled: draw the drafts and say from what."""
-        self.needs = Needs(kv_layers=model.config.layers)
+        self.needs = Needs(kv_bytes_per_token=model.kv_bytes_per_token)
         self._model, self._kv, self._slots, self._sampling = model, kv, slots, sampling
         self._vocab, self._limit, self._budget, self._sampled = vocab, limit, budget, sampled
         self._computed = np.zeros(len(slots.length), np.int64)  # per slot: positions with valid keys and values
@@ -106,7 +106,7 @@ class DeviceDraftModel:
         self, model: Target, kv: KVCache, slots: Slots, sampling: SamplingState, vocab: int, sampled: bool
     ) -> None:
         """kv: as many pages as the target's; vocab: ids from here on are never drafted; sampled: draw the drafts."""
-        self.needs = Needs(device=True, kv_layers=model.config.layers)
+        self.needs = Needs(device=True, kv_bytes_per_token=model.kv_bytes_per_token)
         self._model, self._kv, self._slots, self._sampling = model, kv, slots, sampling
         self._vocab, self._sampled = vocab, sampled
 
@@ -149,8 +149,8 @@ class DeviceDraftModel:
         return self._model.forward(Batch(ids.flatten(), at.flatten(), start, table, ends), self._kv, kernels=kernels).logits
 
     def _distribution(self, logits: Tensor, slot: Tensor, position: Tensor) -> Tensor:
-        """What the drafts are drawn from, [B,V]: each request's temperature and filters on what the drafter says. Every
-        request's features are allowed for, since the graph outlives the requests of the moment."""
+        """What the drafts are drawn from, [B,V]: what the drafter says at each request's temperature. Filters are left to the
+        verification: for them to cost nothing where nobody asks for them, the graph would have to know who does."""
         known = torch.full((len(logits), self._sampling.vocab), -torch.inf, device=logits.device)
         known[:, : self._vocab] = logits[:, : self._vocab]
         return self._sampling.probs(known, slot, Features(sampled=True))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.fixed import Body, FixedStep, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes
+from forerun.engine.fixed import Body, FixedStep, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes, unknown_cost
 from forerun.engine.graphs import Graphs, captures, fused_body
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Costs, Policy
@@ -26,7 +27,7 @@ from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
 from forerun.verify.sampling import SamplingState, check_request
 
-KV_SHARE = 0.85  # of a GPU's free memory; the rest is for graphs and for prompts on their way
+UNMEASURED = 0.85  # of a GPU's free memory, where steps are not captured: prompts on their way take what nobody measured
 MEASURED = 64  # positions up to which the cost of a step is measured
 MakeDrafter = Callable[[Slots, Slots, SamplingState, KVCache, bool], Drafter | None]  # see drafters/table.py
 
@@ -75,7 +76,7 @@ class Engine:
         device = target.device
         self.budget = config.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
         width = speculation.num_speculative_tokens if speculation else 0
-        tokens = config.kv_cache_tokens or self._default_kv_tokens(target)
+        tokens = config.kv_cache_tokens or self._default_kv_tokens(target, make_drafter, detokenizer)
         pages = Pages(tokens // config.block_size, config.block_size, config.enable_prefix_caching)
 
         lines = config.max_num_seqs + 1  # the last one is nobody's, for padding
@@ -86,7 +87,7 @@ class Engine:
         mirror = Slots(lines, self.slots.tokens.shape[1], 1, torch.device("cpu")) if fixed else self.slots
         self.drafter = make_drafter(self.slots, mirror, self.sampling, self.kv, fixed)
         policy = Policy(speculation)
-        beyond = width + 1 if fixed and self.drafter is not None and self.drafter.needs.kv_layers else 0
+        beyond = width + 1 if fixed and self.drafter is not None and self.drafter.needs.kv_bytes_per_token else 0
         widest = self.slots.block_table.shape[1]
         self.scheduler = Scheduler(pages, policy, config.max_num_seqs, self.budget, beyond, widest)
         block = speculation is not None and speculation.rejection_sample_method == "block"
@@ -100,7 +101,8 @@ class Engine:
             if captures(target):
                 self.graphs = Graphs(fused_body(target, *parts), lines - 1)
                 prompts = prompt_sizes(min(self.budget, config.max_num_seqs * self.max_model_len), config.max_num_seqs)
-                run = (self.graphs.run, self.graphs.cost, prompts, self.graphs.run_prompts)
+                cost = self.graphs.cost if config.adaptive_drafts else unknown_cost
+                run = (self.graphs.run, cost, prompts, self.graphs.run_prompts)
                 self._step = FixedStep(self.graphs.body, policy, width, mirror, rows, *run)
             else:
                 self._step = FixedStep(Body(target, *parts), policy, width, mirror, rows)
@@ -113,13 +115,34 @@ class Engine:
         self._live: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
 
-    def _default_kv_tokens(self, target: Target) -> int:
-        """On a GPU most of what is free; on a CPU what all sequences can need, but no more than a quarter."""
-        if target.device.type == "cuda":
-            return int(free_memory(target.device) * KV_SHARE) // target.kv_bytes_per_token
-        whole = self.config.max_num_seqs * self.max_model_len
-        affordable = free_memory(target.device) // 4 // target.kv_bytes_per_token
-        return max(min(whole, affordable), self.max_model_len) + self.config.block_size
+    def _default_kv_tokens(
+        self, target: Target, make_drafter: MakeDrafter, detokenizer: Callable[[], Detokenizer]
+    ) -> int:
+        """On a GPU what is free beside everything else, which an engine with the smallest cache shows; on a CPU what all
+        sequences can need, but no more than a quarter."""
+        config, device = self.config, target.device
+        if device.type == "cuda":
+            least = self.max_model_len + config.block_size
+            trial = Engine(target, replace(config, kv_cache_tokens=least), make_drafter, detokenizer)
+            trial.capture_largest()
+            drafter, captured = trial.drafter, trial.graphs is not None
+            each = target.kv_bytes_per_token + (drafter.needs.kv_bytes_per_token if drafter is not None else 0)
+            torch.cuda.empty_cache()
+            rest = free_memory(device) + trial.kv_tokens * each
+            del trial, drafter
+            gc.collect()
+            torch.cuda.empty_cache()
+            return max(int(rest * config.gpu_memory_utilization * (1 if captured else UNMEASURED)) // each, least)
+        whole = config.max_num_seqs * self.max_model_len
+        affordable = free_memory(device) // 4 // target.kv_bytes_per_token
+        return max(min(whole, affordable), self.max_model_len) + config.block_size
+
+    def capture_largest(self) -> None:
+        """Capture the steps that take most memory, in which all others find room."""
+        if self.graphs is not None and isinstance(self._step, FixedStep):
+            self.graphs.capture(Key(self._step.sizes[-1], self._step.width))
+            for key in self._prompt_keys(self._step.prompt_sizes)[:1]:
+                self.graphs.capture_prompts(key)
 
     def warm_up(self) -> None:
         """Before the first request: capture the steps of greedy decoding, and its prompts, where there are graphs; else, if
@@ -127,11 +150,11 @@ class Engine:
         speculation = self.config.speculation
         if isinstance(self._step, FixedStep):
             if self.graphs is not None:
-                for rows in self._step.sizes:
-                    for width in sorted({0, self._step.width}):
-                        self.graphs.capture(Key(rows, width))
                 for key in self._prompt_keys(self._step.prompt_sizes):
                     self.graphs.capture_prompts(key)
+                for rows in self._step.sizes[::-1]:
+                    for width in sorted({0, self._step.width}, reverse=True):
+                        self.graphs.capture(Key(rows, width))
         elif speculation is not None and self.config.adaptive_drafts and speculation.draft_sample_method == "greedy":
             self.scheduler.policy.costs = Costs(self._step.measure(min(MEASURED, self.max_model_len)))
 
@@ -151,6 +174,13 @@ class Engine:
         """How many tokens' keys and values the cache holds."""
         return self.scheduler.pages.count * self.config.block_size
 
+    def capacity(self) -> str:
+        """What there is room for, and what graphs have taken, in a line."""
+        room = f"KV cache of {self.kv_tokens:,} tokens"
+        if self.graphs is None:
+            return room
+        return f"{room}; CUDA graphs took {self.graphs.seconds:.1f} s and {self.graphs.bytes / 1e6:,.0f} MB"
+
     def settings(self) -> dict[str, Any]:
         """What is in force, every default filled in; graphs: what capturing them has cost, None where there are none."""
         c = self.config
@@ -164,6 +194,7 @@ class Engine:
             "kv_cache_tokens": self.kv_tokens,
             "enable_prefix_caching": c.enable_prefix_caching,
             "adaptive_drafts": c.adaptive_drafts,
+            "gpu_memory_utilization": c.gpu_memory_utilization,
             "seed": c.seed,
             "threads": torch.get_num_threads(),
             "speculative_config": c.speculation.effective() if c.speculation else None,

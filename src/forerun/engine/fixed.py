@@ -40,6 +40,11 @@ def sizes(most: int) -> tuple[int, ...]:
     return (*usual, most)
 
 
+def unknown_cost(rows: int, width: int) -> float | None:
+    """Of steps that nobody has timed."""
+    return None
+
+
 class PromptSizes(NamedTuple):
     """The shapes that launches of prompts are padded to, both ascending."""
 
@@ -316,7 +321,7 @@ class FixedStep:
         mirror: Slots,
         sizes: tuple[int, ...],
         run: Callable[[Key, list[int], list[int]], Report] | None = None,
-        cost: Callable[[int, int], float | None] = lambda rows, width: None,
+        cost: Callable[[int, int], float | None] = unknown_cost,
         prompt_sizes: PromptSizes | None = None,
         run_prompts: Callable[[PromptKey, list[list[int]]], Report] | None = None,
     ) -> None:

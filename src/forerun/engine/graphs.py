@@ -81,6 +81,7 @@ class Graphs:
             self._prompts = {key: graph for key, graph in self._prompts.items() if not key.features.shaped}
             self._grown = self.body.sampling.grown
 
+    @torch.inference_mode()
     def capture(self, key: Key) -> None:
         """Make the graph of a decode step."""
         if key.rows not in self._inputs:
@@ -95,6 +96,7 @@ class Graphs:
             self.costs[key.rows, key.width] = self._time(self._graphs[key][0])
             self.seconds += time.perf_counter() - start
 
+    @torch.inference_mode()
     def capture_prompts(self, key: PromptKey) -> None:
         """Make the graph of a launch of prompts."""
         if key.rows not in self._given:
@@ -106,12 +108,14 @@ class Graphs:
 
     def _record(self, work: Callable[[], Report]) -> tuple[torch.cuda.CUDAGraph, Report]:
         """Do the work once, for nobody, so that everything it needs is compiled and there, then record it."""
-        start, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        start = time.perf_counter()
         torch.cuda.synchronize(self.device)
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             work()
         stream.synchronize()
+        torch.cuda.empty_cache()  # of what that took, so that what the graph takes can be seen
+        free = torch.cuda.mem_get_info(self.device)[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             report = work()
