@@ -169,25 +169,29 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
 
 def many_cuts(n: int, k: int, gate: bool, normed: bool, most: int) -> list[Tiles]:
     """The cuts worth timing for more than 16 tokens."""
-    rows, found = 2 if gate else 1, []
-    loops = ((16, 4, 64, 5), (16, 4, 128, 4), (32, 4, 64, 5), (32, 4, 128, 4), (64, 4, 128, 3))
-    if most >= 64:
-        loops += ((64, 8, 64, 4), (64, 8, 128, 3), (128, 8, 64, 4))
-    for columns, warps, step, stages in loops:
-        found.append(Tiles(columns, warps, step, stages, tokens=64))
+    rows, loops = 2 if gate else 1, [(16, 4, 128, 4), (32, 4, 128, 4), (32, 4, 64, 5), (64, 4, 128, 3)]
+    if most >= 64 or n >= 32768:
+        loops += [(16, 4, 64, 5), (64, 8, 128, 3), (128, 8, 64, 4)]
+    found = [Tiles(*loop, tokens=64) for loop in loops]
     if most == 32:
         found += [tiles._replace(tokens=32) for tiles in found]
     if most == 256:
-        for columns, warps, step, stages in ((32, 4, 64, 4), (64, 8, 64, 4), (128, 8, 64, 3)):
-            found.append(Tiles(columns, warps, step, stages, tokens=128))
+        found += [Tiles(*loop, tokens=128) for loop in ((32, 4, 64, 4), (64, 8, 64, 4), (128, 8, 64, 3))]
     found = [
-        tiles for tiles in found if n // tiles.columns >= 8
+        tiles for tiles in found if n // tiles.columns >= 8 and n // tiles.columns <= 4000
         and (tiles.columns * rows + tiles.tokens) * tiles.step * tiles.stages * 2 <= 210_000 and tiles.columns * rows <= 256
     ]
-    return [tiles._replace(apart=True) for tiles in found] if normed else found
+    apart = [tiles._replace(apart=True) for tiles in found]
+    return found if not normed else apart + (found if k < 1024 and n < 32768 else [])
 
 
-CLASSES = {16: ((1, 1, 512), (1, 9, 512)), 32: ((32, 1, 512),), 64: ((8, 5, 512),), 128: ((128, 1, 512),), 256: ((32, 5, 512),)}
+CLASSES = {  # the loads that a class of tokens is timed with
+    16: ((1, 1, 512), (1, 9, 512)),
+    32: ((32, 1, 512),),
+    64: ((8, 5, 512),),
+    128: ((16, 5, 512), (128, 1, 512)),
+    256: ((32, 5, 512),),
+}
 
 
 def cuts_for(most: int, kind: str, shape: tuple[int, int, bool]) -> list[Tiles]:
@@ -458,6 +462,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="16", help="which classes of tokens --sweep goes over: 16, 32, 64, 128, 256")
     parser.add_argument("--models", default="0,1,2", help="which of the models, by number")
     parser.add_argument("--kinds", default="gate_up,down,qkv,o,attention,head", help="what --sweep goes over, in this order")
+    parser.add_argument("--alone", action="store_true", help="the sweep and nothing after it")
     parser.add_argument("--brief", action="store_true", help="one request at context 512 alone")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     given = parser.parse_args()
@@ -476,6 +481,8 @@ def main() -> None:
         for most in given.tokens.split(","):
             result["sweep"] += sweep(steps, given.kinds.split(","), int(most))
             save()
+    if given.alone:
+        return
     result["checks"] = {}
     for step in steps:
         for rows, width, context in ((1, 1, 300), (1, 9, 700), (3, 5, 130), (8, 5, 600), (3, 0, 150)):
