@@ -193,7 +193,7 @@ def test_no_step_waits_for_the_device(models: Models, method: str, temperatures:
     if it.graphs is not None:  # both widths, so that no step of the steady state has to be captured
         features = Features(sampled=any(temperatures))
         with torch.inference_mode():
-            for width in {0, drafting(it).width}:
+            for width in drafting(it).widths:
                 it.graphs.capture(Key(ROWS, width, features))
     for one in asked:
         it.add(one)

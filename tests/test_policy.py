@@ -8,7 +8,7 @@ import random
 import pytest
 
 from forerun.config import Speculation
-from forerun.engine.policy import PRIOR, Chances, Costs, Policy
+from forerun.engine.policy import PRIOR, Chances, Costs, Policy, step_widths
 
 
 def rows(*rates: float) -> list[Chances]:
@@ -75,19 +75,24 @@ def test_chances_follow_what_became_of_the_drafts_and_come_back() -> None:
     assert row.rate > 0.95
 
 
-@pytest.mark.parametrize("wide,width", [(1.5, 0), (1.2, 4)])
-def test_the_width_of_a_step_is_worth_its_cost(wide: float, width: int) -> None:
-    """Two of eight rows have a draft, of which 1.9 tokens are expected in all: worth up to 1.23 plain steps."""
+@pytest.mark.parametrize("middle,wide,width", [(1.3, 1.5, 0), (1.3, 1.2, 8), (1.1, 1.2, 4)])
+def test_the_width_of_a_step_is_worth_its_cost(middle: float, wide: float, width: int) -> None:
+    """Two of eight rows have a draft, of which 1.99 tokens are expected in all, and 1.88 of its first four: worth up to 1.25
+    and 1.23 plain steps."""
     chances = [Chances() for _ in range(8)]
     for i, row in enumerate(chances):
-        row.found = 4 if i < 2 else 0
+        row.found = 8 if i < 2 else 0
         row.rate = 0.5
-    cost = {0: 1.0, 4: wide}
-    assert Policy.step_width(4, chances, cost.get) == width
-    assert Policy.step_width(4, chances, lambda _: None) == 4
+    cost = {0: 1.0, 4: middle, 8: wide}
+    assert Policy.step_width((0, 4, 8), chances, cost.get) == width
+    assert Policy.step_width((0, 4, 8), chances, lambda _: None) == 8
     for row in chances:
         row.found = 0
-    assert Policy.step_width(4, chances, lambda _: None) == 0
+    assert Policy.step_width((0, 4, 8), chances, lambda _: None) == 0
+
+
+def test_the_widths_of_steps() -> None:
+    assert [step_widths(k) for k in (0, 1, 4, 8, 11)] == [(0,), (0, 1), (0, 4), (0, 4, 8), (0, 5, 11)]
 
 
 def test_a_row_is_tried_at_first_and_again_after_a_while() -> None:

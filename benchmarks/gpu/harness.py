@@ -137,7 +137,7 @@ def capture(it: Engine, rows: int, features: Features | None = None) -> None:
     """Have the steps of so many rows ready, with drafts and without."""
     if it.graphs is not None:
         with torch.inference_mode():
-            for width in sorted({0, fixed_step(it).width}):
+            for width in fixed_step(it).widths:
                 it.graphs.capture(Key(rows, width, features or Features()))
 
 

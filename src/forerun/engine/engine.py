@@ -153,7 +153,7 @@ class Engine:
                 for key in self._prompt_keys(self._step.prompt_sizes):
                     self.graphs.capture_prompts(key)
                 for rows in self._step.sizes[::-1]:
-                    for width in sorted({0, self._step.width}, reverse=True):
+                    for width in self._step.widths[::-1]:
                         self.graphs.capture(Key(rows, width))
         elif speculation is not None and self.config.adaptive_drafts and speculation.draft_sample_method == "greedy":
             self.scheduler.policy.costs = Costs(self._step.measure(min(MEASURED, self.max_model_len)))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.device import send
 from forerun.drafters import Drafter, Rows
-from forerun.engine.policy import Chances, Policy
+from forerun.engine.policy import Chances, Policy, step_widths
 from forerun.engine.scheduler import Plan, PlanRow, Sequence
 from forerun.engine.slots import Slots
 from forerun.engine.step import Committed, Times
@@ -35,8 +35,8 @@ GREEDY = Features()
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """How many rows decode steps have, up to `most`: powers of two up to 16, then steps of 16."""
-    usual = [n for n in (1, 2, 4, 8, 16, *range(32, most, 16)) if n < most]
+    """How many rows decode steps have, up to `most`: few sizes, but a batch that empties should pay for few lines of nobody."""
+    usual = [n for n in (1, 2, *range(4, 32, 4), *range(32, most, 16)) if n < most]
     return (*usual, most)
 
 
@@ -330,6 +330,7 @@ class FixedStep:
         None runs the body as it is. cost(rows, width): milliseconds of such a step, None if not known. prompt_sizes: what
         prompts are padded to, None: not at all; run_prompts: launches them, as run does steps."""
         self.body, self.policy, self.width, self.mirror, self.sizes = body, policy, width, mirror, sizes
+        self.widths = step_widths(width)
         self.prompt_sizes, self._run_prompts = prompt_sizes, run_prompts or self._eager_prompts
         self._drafter = body.drafter if body.drafter is not None else body.host_drafter
         self.lag = 0 if body.host_drafter is not None else 1
@@ -420,7 +421,7 @@ class FixedStep:
             if decoding != self._decoding.rows:
                 self._decoding = self._line_up(decoding)
             _, lines, slot, k, chances, asked = self._decoding
-            width = self.width if any(k) and self._worth(lines, chances) else 0
+            width = self._width(lines, max(k), chances)
             parts.append((decoding, self._down(self._run(Key(lines, width, *asked), slot, k))))
         if prompts:  # the last report is on its way down: graphs share their memory
             parts.append(self._prefill(prompts))
@@ -436,9 +437,13 @@ class FixedStep:
         k = [row.k for row in rows] + [0] * padding
         return Decoding(rows, lines, slot, k, [row.sequence.chances for row in rows], self._asked(rows))
 
-    def _worth(self, lines: int, chances: list[Chances]) -> bool:
-        """Whether a step of so many lines is to verify drafts. What is known of the rows is a step old."""
-        return self.policy.step_width(self.width, chances, lambda width: self._cost(lines, width)) > 0
+    def _width(self, lines: int, most: int, chances: list[Chances]) -> int:
+        """How many drafts a step of so many lines is to verify for each row, if no row may have more than `most`. What is
+        known of the rows is a step old."""
+        if most == 0:
+            return 0
+        enough = next(i for i, width in enumerate(self.widths) if width >= most)
+        return self.policy.step_width(self.widths[: enough + 1], chances, lambda width: self._cost(lines, width))
 
     def _eager(self, key: Key, slot: list[int], k: list[int]) -> Report:
         return self.body.run(key, self._up(slot), self._up(k))

@@ -73,6 +73,14 @@ class Costs:
         return low + (high - low) * (positions - a) / (b - a)
 
 
+def step_widths(k: int) -> tuple[int, ...]:
+    """The widths that steps of one width for all rows may have: none, k, and halves of it down to 4."""
+    found = [k]
+    while found[-1] >= 8:
+        found.append(found[-1] // 2)
+    return (*((0,) if k else ()), *found[::-1])
+
+
 class Policy:
     def __init__(self, speculation: Speculation | None) -> None:
         self.costs: Costs | None = None  # set once they are measured; until then drafts are as long as they may be
@@ -107,14 +115,15 @@ class Policy:
         return shares
 
     @staticmethod
-    def step_width(k: int, rows: Sequence[Chances], cost: Callable[[int], float | None]) -> int:
-        """The width of a step in which every row has the same, 0 or k. cost(width): milliseconds of a step, None if not
-        known yet; then any draft is worth it."""
-        plain, wide = cost(0), cost(k)
-        enough = len(rows) * (wide / plain - 1) if plain is not None and wide is not None else 0.0
-        expected = 0.0
-        for row in rows:
-            expected += row.expected(k)
-            if expected > enough:  # (rows + expected) / wide > rows / plain
-                return k
-        return 0
+    def step_width(widths: Sequence[int], rows: Sequence[Chances], cost: Callable[[int], float | None]) -> int:
+        """The width of a step in which every row has the same: of these, ascending from 0, the one with most tokens a second.
+        cost(width): milliseconds of a step, None if not known yet; then any draft is worth the widest."""
+        costs = [cost(width) for width in widths]
+        if None in costs:
+            return widths[-1] if any(row.expected(widths[-1]) for row in rows) else 0
+        best, most = 0, 0.0
+        for width, ms in zip(widths, costs, strict=True):
+            rate = (len(rows) + sum([row.expected(width) for row in rows])) / ms  # type: ignore[operator]
+            if rate > most:
+                best, most = width, rate
+        return best

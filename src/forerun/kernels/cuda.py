@@ -27,9 +27,9 @@ FEW_TOKENS = 16
 
 def few_tokens(hidden: int) -> int:
     """Up to how many tokens the Triton products beat the vendor's in a step of a model so wide. Seen on an H200, ms a step,
-    Triton's / the vendor's: hidden 576, 40 tokens 0.79 / 1.03, 160 tokens 1.06 / 1.20; 1024, 40 tokens 1.39 / 1.55, 160
-    tokens 2.72 / 2.34; 4096, 40 tokens 5.68 / 5.51."""
-    return 256 if hidden <= 768 else 64 if hidden <= 1536 else FEW_TOKENS
+    Triton's / the vendor's: hidden 576, 32 tokens 0.79 / 1.11, 40 tokens 0.78 / 1.03, 160 tokens 0.98 / 1.20; 1024, 32
+    tokens 2.01 / 2.17, 40 tokens 1.29 / 1.55, 160 tokens 2.72 / 2.34; 4096, 40 tokens 5.68 / 5.51."""
+    return 320 if hidden <= 768 else 64 if hidden <= 1536 else FEW_TOKENS
 
 
 # (outputs, k, gate): the fastest cut for up to 16 tokens, measured on an H200 by benchmarks/gpu/kernels.py, of shapes that were
@@ -55,15 +55,13 @@ TUNED: dict[tuple[int, int, bool], Tiles] = {
 }
 
 
-# the same for more tokens, by the most that it is for
+# the same for more tokens, by the most that it is for, where not the usual cut was fastest
+WIDE = Tiles(32, 4, 128, 4, apart=True, tokens=64)
 MANY: dict[int, dict[tuple[int, int, bool], Tiles]] = {
-    32: {},
-    64: {(3072, 1024, True): Tiles(32, 4, 128, 4, apart=True, tokens=64)},
-    128: {},
-    256: {
-        (1536, 576, True): Tiles(32, 4, 64, 5, apart=True, tokens=64),
-        (960, 576, False): Tiles(32, 4, 128, 4, apart=True, tokens=64),
-    },
+    32: {(1536, 576, True): WIDE, (576, 1536, False): WIDE._replace(tokens=32), (960, 576, False): WIDE._replace(tokens=32)},
+    64: {(3072, 1024, True): WIDE},
+    128: {(1536, 576, True): WIDE},
+    256: {(1536, 576, True): WIDE, (960, 576, False): Tiles(32, 4, 64, 5, apart=True, tokens=64)},
 }
 
 
@@ -76,7 +74,9 @@ def choose(weight: Tensor, total: int, gate: bool = False) -> Tiles:
         if (tuned_k, tuned_gate) == (k, gate) and abs(tuned_n - n) * 100 <= tuned_n:  # a head cut to the tokenizer's ids
             return tiles
     if total > FEW_TOKENS:
-        return Tiles(64 if n >= 32768 else 16, 4, 128, 3 if n >= 32768 else 4, apart=True, tokens=64)
+        if n >= 32768:  # a head
+            return Tiles(64, 4, 128, 3, apart=True, tokens=64) if total <= 32 else Tiles(128, 8, 64, 4, apart=True, tokens=64)
+        return Tiles(16, 4, 128, 4, apart=True, tokens=64)
     apart = k >= 1024
     if n >= 32768:  # a head
         return Tiles(64, 4, 128, 4, apart=apart)
