@@ -8,14 +8,15 @@ means nothing). --prompts: {"repeat": [[ids]...], "random": [[ids]...]}. Qwen3-0
 weights: they tell step times, never acceptance. Times are medians over replays of captured steps at one context, by device
 events; tokens/s are wall clock over whole batches, prompts included.
 
-Parts, all by default: limit; check (logits, greedy, like-plain, distribution); sync; drafters; memory; host; tokens; share;
-replay.
+Parts, all by default: limit; check (logits, greedy, like-plain, distribution); sync; drafters; memory; starts; host; tokens;
+share; replay.
 To try the script without CUDA: --small tiny --shapes tiny --share tiny --rows 1,2 --widths 0,4 --samples 64 --tokens 32.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import time
@@ -31,7 +32,7 @@ from harness import ARMS, CUDA, DEVICE, SHAPES, Record, release
 from forerun.models import hub
 from forerun.models.decoder import Target
 
-PARTS = ("limit", "logits", "greedy", "like-plain", "distribution", "sync", "drafters", "memory", "host", "tokens")
+PARTS = ("limit", "logits", "greedy", "like-plain", "distribution", "sync", "drafters", "memory", "starts", "host", "tokens")
 CHECK = ("logits", "greedy", "like-plain", "distribution")
 BY_SHAPE = ("share", "replay")
 
@@ -54,7 +55,8 @@ def small_parts(record: Record, parts: list[str], given: argparse.Namespace, pro
         "distribution": lambda: correctness.distribution(target, folder, prompts, given.samples),
         "sync": lambda: correctness.no_waiting(target, repeat),
         "drafters": lambda: speed.batches(target, ARMS, repeat, "repeat", 0.0, tokens=given.tokens),
-        "memory": lambda: speed.memory(target),
+        "memory": lambda: speed.memory(target, 1),
+        "starts": lambda: speed.starts(folder) if folder else "needs --gguf",
         "host": lambda: speed.host_time(target, repeat, [n for n in given.rows if n <= 128]),
         "tokens": lambda: [
             cell
@@ -114,6 +116,8 @@ def main() -> None:
     }
     if given.prompts:
         prompts = json.loads(given.prompts.read_text())
+    gc.collect()
+    gc.freeze()  # what is loaded by now stays: the collector need not look at it between steps
     if set(parts) & set(PARTS):
         small_parts(record, parts, given, prompts)
         release()

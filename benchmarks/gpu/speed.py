@@ -4,7 +4,10 @@ in a step, the host's work, tokens/s of each drafter, and what an engine takes t
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -249,3 +252,36 @@ def memory(target: Target, repeat: int = 3) -> dict[str, Any]:
         "kv_tokens_ngram_over_plain": median["ngram k=4"]["kv_tokens"] / median["plain"]["kv_tokens"],
         "seconds_ngram_minus_plain": median["ngram k=4"]["seconds"] - median["plain"]["seconds"],
     }
+
+
+START = """
+import json, sys
+from forerun.llm import LLM
+llm = LLM(sys.argv[1], speculative_config=json.loads(sys.argv[2]), device=sys.argv[3])
+settings = llm.settings()
+print(json.dumps({"kv_tokens": settings["kv_cache_tokens"], "graphs": settings["graphs"]}))
+"""
+
+
+def starts(folder: Any, repeat: int = 2) -> dict[str, Any]:
+    """Seconds from starting a process until an LLM with all defaults is ready, plain and with n-gram drafts, in turn, after
+    one of each that compiles; and the KV cache it took."""
+    ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5})
+    found: dict[str, list[dict[str, Any]]] = {"plain": [], "ngram k=4": []}
+    for i in range(repeat + 1):
+        for name, given in (("plain", "null"), ("ngram k=4", ngram)):
+            start = time.perf_counter()
+            command = [sys.executable, "-c", START, str(folder), given, DEVICE.type]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if done.returncode:
+                raise RuntimeError(done.stderr[-600:])
+            one = json.loads(done.stdout.splitlines()[-1])
+            found[name].append({"seconds": time.perf_counter() - start, "compiles": i == 0, **one})
+            print(name, found[name][-1], flush=True)
+    seconds = {name: statistics.median(one["seconds"] for one in all_[1:]) for name, all_ in found.items()}
+    kv = {name: statistics.median(one["kv_tokens"] for one in all_[1:]) for name, all_ in found.items()}
+    return {
+        "starts": found, "seconds": seconds, "kv_tokens": kv,
+        "seconds_ngram_over_plain": seconds["ngram k=4"] / seconds["plain"],
+        "kv_tokens_ngram_over_plain": kv["ngram k=4"] / kv["plain"],
+    }  # fmt: skip
