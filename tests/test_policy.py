@@ -86,6 +86,8 @@ def test_the_width_of_a_step_is_worth_its_cost(middle: float, wide: float, width
     cost = {0: 1.0, 4: middle, 8: wide}
     assert Policy.step_width((0, 4, 8), chances, cost.get) == width
     assert Policy.step_width((0, 4, 8), chances, lambda _: None) == 8
+    assert Policy.step_width((0, 4, 8), chances, {0: 1.0, 8: wide}.get) == (0 if wide == 1.5 else 8)  # the rest is passed over
+    assert Policy.step_width((0,), chances, cost.get) == 0
     for row in chances:
         row.found = 0
     assert Policy.step_width((0, 4, 8), chances, lambda _: None) == 0

@@ -237,8 +237,7 @@ def compile_product(job: tuple[int, str, int, int, bool, Tiles]) -> str:
 def compile_attention(job: tuple[Model, int, int, int, cuda_attention.Cut]) -> str:
     model, rows, width, context, cut = job
     try:
-        wide = 64 if model.attention.head_dim <= 64 else 128
-        cuda_attention.CUTS[wide] = cut
+        cuda_attention.CUTS[attention_key(model)] = cut
         step = Step(model._replace(layers=1, vocabulary=16, inner=16), 1200)
         batch = step.batch(rows, width, context)
         heads, kv, dim = model.attention[:3]
@@ -251,6 +250,11 @@ def compile_attention(job: tuple[Model, int, int, int, cuda_attention.Cut]) -> s
         return ""
     except Exception as problem:
         return f"{type(problem).__name__}: {str(problem)[:200]}"
+
+
+def attention_key(model: Model) -> tuple[int, int]:
+    heads, kv, dim = model.attention[:3]
+    return (64 if dim <= 64 else 128, heads // kv)
 
 
 def bound(context: int) -> int:
@@ -383,7 +387,6 @@ def sweep(steps: list[Step], given: list[str], most: int) -> list[dict[str, Any]
     for step in steps:
         batches = [step.batch(*load) for load in loads]
         shapes = step.model.products()
-        wide = 64 if step.model.attention.head_dim <= 64 else 128
 
         def measure() -> list[float]:
             times = []
@@ -394,7 +397,7 @@ def sweep(steps: list[Step], given: list[str], most: int) -> list[dict[str, Any]
 
         for kind in given:
             if kind == "attention":
-                table, key = cuda_attention.CUTS, wide
+                table, key = cuda_attention.CUTS, attention_key(step.model)
                 candidates = [cut for cut in attention_cuts if not any(problems[step.model, *load, cut] for load in loads)]
             else:
                 table, key = table_for(most), shapes[kind]

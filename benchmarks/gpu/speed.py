@@ -180,9 +180,11 @@ def batches(
     counts: Sequence[int] = (1, 8, 32),
     tokens: int = 256,
     repeat: int = 3,
+    rows: int | None = None,
 ) -> list[dict[str, Any]]:
     """Tokens/s of closed batches, all arms in turn, forwards and backwards; identical: answers that equal plain's (plain's own:
-    those of its run before). An arm that fails says so and is left out from then on. `prediction` is given plain's answers."""
+    those of its run before). An arm that fails says so and is left out from then on. `prediction` is given plain's answers.
+    rows: how many requests run at once, the others wait (None: all run)."""
     engines: dict[str, Engine] = {}
     cells = []
     for count in counts:
@@ -196,7 +198,8 @@ def batches(
                     continue
                 try:
                     if name not in engines:
-                        engines[name] = engine(target, arms[name], max(counts))
+                        engines[name] = engine(target, arms[name], rows or max(counts))
+                        engines[name].warm_up()
                     ran = run(engines[name], prompts[:count], tokens, temperature, plain if "prediction" in name else ())
                 except Exception as error:
                     dropped[name] = f"{type(error).__name__}: {error}"[:300]
@@ -212,7 +215,8 @@ def batches(
                 }  # fmt: skip
                 plain = ran.answers if name == "plain" else plain
         for name, rates in samples.items():
-            cell = {"kind": kind, "requests": count, "arm": name, "tokens_per_s": rates, "median": statistics.median(rates)}
+            cell = {"kind": kind, "requests": count, "at_once": min(count, rows or count), "arm": name, "tokens_per_s": rates}
+            cell["median"] = statistics.median(rates)
             pairs = zip(rates, samples.get("plain", []), strict=False)
             cell["over_plain"] = statistics.median([a / b for a, b in pairs] or [0.0])
             cells.append(cell | last[name])

@@ -117,13 +117,14 @@ class Policy:
     @staticmethod
     def step_width(widths: Sequence[int], rows: Sequence[Chances], cost: Callable[[int], float | None]) -> int:
         """The width of a step in which every row has the same: of these, ascending from 0, the one with most tokens a second.
-        cost(width): milliseconds of a step, None if not known yet; then any draft is worth the widest."""
-        costs = [cost(width) for width in widths]
-        if None in costs:
+        cost(width): milliseconds of a step, None if not known. Of unknown ones the widest counts as free, so that it comes to
+        be known, and others are passed over."""
+        known = [(width, ms) for width in widths if (ms := cost(width)) is not None]
+        if len(widths) > 1 and (not known or known[0][0] != 0 or known[-1][0] != widths[-1]):
             return widths[-1] if any(row.expected(widths[-1]) for row in rows) else 0
         best, most = 0, 0.0
-        for width, ms in zip(widths, costs, strict=True):
-            rate = (len(rows) + sum([row.expected(width) for row in rows])) / ms  # type: ignore[operator]
+        for width, ms in known:
+            rate = (len(rows) + sum([row.expected(width) for row in rows])) / ms
             if rate > most:
                 best, most = width, rate
         return best
