@@ -32,8 +32,8 @@ from harness import ARMS, CUDA, DEVICE, SHAPES, Record, release
 from forerun.models import hub
 from forerun.models.decoder import Target
 
-PARTS = ("limit", "logits", "greedy", "like-plain", "distribution", "sync", "drafters", "memory", "starts", "host", "tokens", "queue")
 CHECK = ("logits", "greedy", "like-plain", "distribution")
+PARTS = ("limit", *CHECK, "sync", "drafters", "memory", "starts", "host", "tokens", "queue")
 BY_SHAPE = ("share", "replay")
 
 
