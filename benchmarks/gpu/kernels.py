@@ -150,8 +150,6 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
                     tokens = 16 * parts * width / (warps * 32)
                     if 16 <= held <= 192 and tokens <= 256 and 48 <= n // columns <= 800 and parts * width <= 1.8 * k:
                         found.append(Tiles(columns, warps, 0, parts))
-    if k == 4096 and not gate and not normed:
-        found += [Tiles(8, 4, 0, 8), Tiles(8, 8, 0, 8), Tiles(16, 8, 0, 8), Tiles(16, 16, 0, 8)]
     if n * rows >= 4000 or k >= 2000:
         for columns, warps, step, stages, split in (
             (8, 4, 512, 2, 4), (8, 4, 512, 3, 4), (8, 4, 256, 4, 4), (16, 2, 256, 4, 1), (16, 4, 512, 2, 4), (16, 4, 256, 3, 2),

@@ -165,9 +165,8 @@ def whole_kernel(
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     wait(PDL)
     tokens = ()
-    if NORM or PARTS <= 4:  # ask for all of them at once; of more, there would be no room for the weights
-        for part in tl.static_range(PARTS):
-            tokens += (_rows(x, m, m < T, _along(part * WIDTH, WIDTH, SPLIT), K, part * WIDTH + WIDTH <= K),)
+    for part in tl.static_range(PARTS):  # all of them asked for before the first is used
+        tokens += (_rows(x, m, m < T, _along(part * WIDTH, WIDTH, SPLIT), K, part * WIDTH + WIDTH <= K),)
     if NORM:
         squares = tl.zeros((SPLIT, BM, WIDTH // SPLIT), tl.float32)
         for part in tl.static_range(PARTS):
@@ -178,10 +177,8 @@ def whole_kernel(
     for part in tl.static_range(PARTS):
         if NORM:
             left = _normed(tokens[part], scale, norm, _along(part * WIDTH, WIDTH, SPLIT), K)
-        elif PARTS <= 4:
-            left = tokens[part]
         else:
-            left = _rows(x, m, m < T, _along(part * WIDTH, WIDTH, SPLIT), K, part * WIDTH + WIDTH <= K)
+            left = tokens[part]
         sums = tl.dot(left, tl.permute(weights[part], (0, 2, 1)), sums)
     n = block * BN + tl.arange(0, BN)
     _finish(tl.sum(sums, 0), bias, residual, out, best, m, n, T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
