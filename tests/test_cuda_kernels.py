@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, wh
 
 from forerun.kernels import AttentionShape, Batch, reference
 from forerun.kernels.cuda import CudaKernels
+from forerun.kernels.cuda_cuts import fitting
 from forerun.kernels.cuda_products import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,6 +85,14 @@ def test_products(run: CudaKernels, monkeypatch, tokens: int, k: int, cut: Tiles
     assert logits.dtype == torch.float32
     close(logits, wide(reference.norm_logits, x, norm, EPS, weight))
     assert torch.equal(run.norm_argmax(x, norm, EPS, weight), logits.argmax(-1))
+
+
+def test_a_cut_fits_the_shared_memory() -> None:
+    cut = Tiles(32, 4, 256, 4, apart=True)
+    assert fitting(cut, False, 1 << 18) == cut and fitting(cut, True, 166912) == cut
+    assert fitting(cut, True, 100_000) == cut._replace(stages=2)
+    assert fitting(cut, True, 50_000) == cut._replace(stages=2, step=128)
+    assert fitting(Tiles(8, 4, 0, 2), False, 1000) == Tiles(8, 4, 0, 2)  # held in registers
 
 
 def test_an_output_does_not_depend_on_how_many_tokens_there_are(run: CudaKernels) -> None:

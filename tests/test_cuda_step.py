@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, wh
 
 from forerun.config import Speculation
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.fixed import Body, Key, Lives, PromptKey
+from forerun.engine.body import Body, Key, Lives, PromptKey
 from forerun.engine.fused import FusedBody
 from forerun.engine.slots import Slots
 from forerun.kernels import cuda_step as step

@@ -21,8 +21,9 @@ from torch import Tensor
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters import Drafter
 from forerun.drafters.table import TABLE, Surroundings
+from forerun.engine.body import Key
 from forerun.engine.engine import Engine
-from forerun.engine.fixed import FixedStep, Key
+from forerun.engine.fixed import FixedStep
 from forerun.engine.slots import Slots
 from forerun.kernels import Batch
 from forerun.models.decoder import KVCache, Target

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forerun.config import EngineConfig, Speculation
 from forerun.device import send
 from forerun.drafters.table import TABLE, Surroundings
+from forerun.engine.body import Body, Lives, PromptKey, PromptSizes, prompt_sizes
 from forerun.engine.engine import Engine
-from forerun.engine.fixed import Body, FixedStep, Lives, PromptKey, PromptSizes, prompt_sizes
+from forerun.engine.fixed import FixedStep
 from forerun.engine.slots import Slots
 from forerun.kernels import reference
 from forerun.models.decoder import KVCache, Target
@@ -284,7 +285,7 @@ def test_arrivals_are_written_together(folder: Path, target: Target, monkeypatch
                 params.temperature, params.top_p, params.min_p,
             )  # fmt: skip
             assert (state.repetition[slot], state.presence[slot], state.frequency[slot]) == (1, params.presence_penalty, 0)
-    assert counts[0] == counts[1] == 2
+    assert counts[0] == counts[1] == 3  # the sequences, their sampling numbers, their pages
 
 
 def test_only_what_may_come_is_captured_the_largest_first(folder: Path, target: Target) -> None:

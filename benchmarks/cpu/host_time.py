@@ -25,8 +25,9 @@ import torch
 
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters.ngram import DeviceNgram
+from forerun.engine.body import Key, Report
 from forerun.engine.engine import Engine
-from forerun.engine.fixed import FixedStep, Key, Report
+from forerun.engine.fixed import FixedStep
 from forerun.engine.text import Detokenizer
 from forerun.models import hub, tokenizer
 from forerun.models.config import ModelConfig, Rope

@@ -18,8 +18,9 @@ import torch
 
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters.table import TABLE, Surroundings
+from forerun.engine.body import Key
 from forerun.engine.engine import Engine, EngineStats
-from forerun.engine.fixed import FixedStep, Key
+from forerun.engine.fixed import FixedStep
 from forerun.models.config import ModelConfig, Rope
 from forerun.models.decoder import Target
 from forerun.types import Request, SamplingParams

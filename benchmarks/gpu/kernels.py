@@ -4,7 +4,7 @@ shapes (random weights, every layer its own) captured in CUDA graphs, beside the
     PYTHONPATH=src python3 benchmarks/gpu/kernels.py [--sweep] [--out FOLDER]
 
 --sweep first times every cut of every product and of attention, and runs the steps with the fastest of each; its result is
-what TUNED in kernels/cuda.py holds. Needs one GPU of compute capability 9.0 or later; the records go to FOLDER.
+what kernels/cuda_cuts.py holds. Needs one GPU of compute capability 9.0 or later; the records go to FOLDER.
 """
 
 # ruff: noqa: B023  (the functions made in loops are captured and dropped before the loop goes on)
@@ -26,8 +26,9 @@ import torch
 import triton
 from torch import Tensor
 
-from forerun.kernels import AttentionShape, Batch, cuda, cuda_attention, reference
-from forerun.kernels.cuda import CudaKernels, few_tokens
+from forerun.kernels import AttentionShape, Batch, cuda_attention, cuda_cuts, reference
+from forerun.kernels.cuda import CudaKernels
+from forerun.kernels.cuda_cuts import few_tokens
 from forerun.kernels.cuda_products import Tiles
 
 EPS = 1e-5
@@ -198,7 +199,7 @@ def cuts_for(most: int, kind: str, shape: tuple[int, int, bool]) -> list[Tiles]:
 
 
 def table_for(most: int) -> dict[tuple[int, int, bool], Tiles]:
-    return cuda.TUNED if most == 16 else cuda.MANY[most]
+    return cuda_cuts.TUNED if most == 16 else cuda_cuts.MANY[most]
 
 
 ATTENTION_CUTS = tuple(

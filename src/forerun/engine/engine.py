@@ -14,7 +14,8 @@ import torch
 
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.fixed import Body, FixedStep, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes, unknown_cost
+from forerun.engine.body import Body, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes, unknown_cost
+from forerun.engine.fixed import FixedStep
 from forerun.engine.graphs import Graphs, captures, fused_body
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Costs, Policy

@@ -2,9 +2,8 @@
 the host reads a step's verdict after it has launched the next one. The same parts as step.py, in a different order,
 since the draft of the next step is made at the end of this one: verify -> commit -> draft.
 
-Also runs without CUDA, one operation after the other: the twin that the tests compare. What a graph holds is `Body.run`
-or, of a chunk of prompts, `Body.prefill`; graphs.py captures them. A row lives on the device until it meets a stop token,
-its limit, or the host's word; a row that is not alive computes into page 0, which is nobody's, and commits nothing.
+Here is the host's side: which shape a step has, who comes and goes, and what is read. What a step does is body.py's. Also
+runs without CUDA, one operation after the other: the twin that the tests compare.
 """
 
 from __future__ import annotations
@@ -15,81 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from forerun.device import send
-from forerun.drafters import Drafter, Rows
+from forerun.device import mark, receive, send, send_integers
+from forerun.drafters import Rows
+from forerun.engine.body import GREEDY, Body, Key, PromptKey, PromptSizes, Report, unknown_cost
 from forerun.engine.policy import Chances, Policy, step_widths
 from forerun.engine.scheduler import Plan, PlanRow, Sequence
 from forerun.engine.slots import Slots
 from forerun.engine.step import Committed, Times
-from forerun.kernels import Batch
-from forerun.models.decoder import KVCache, Target
-from forerun.types import Draft, Logprob, Request, Verdict
-from forerun.verify import noise
-from forerun.verify.accept import accept_block, accept_matching, accept_ratio
-from forerun.verify.sampling import Features, SamplingState, logprobs
-
-GREEDY = Features()
-
-
-def sizes(most: int) -> tuple[int, ...]:
-    """How many rows decode steps have, up to `most`: few sizes, but a batch that empties should pay for few lines of nobody."""
-    usual = [n for n in (1, 2, *range(4, 32, 4), *range(32, most, 16)) if n < most]
-    return (*usual, most)
-
-
-def unknown_cost(rows: int, width: int) -> float | None:
-    """Of steps that nobody has timed."""
-    return None
-
-
-class PromptSizes(NamedTuple):
-    """The shapes that launches of prompts are padded to, both ascending."""
-
-    tokens: tuple[int, ...]
-    rows: tuple[int, ...]
-
-    def fit(self, tokens: int, rows: int) -> tuple[int, int]:
-        """The smallest that has room for so many."""
-        return next(n for n in self.tokens if n >= tokens), next(n for n in self.rows if n >= rows)
-
-
-def prompt_sizes(budget: int, most: int) -> PromptSizes:
-    """For launches of up to `budget` tokens of up to `most` prompts. What is computed for padding is lost, which the steps
-    bound: powers of two with one size between each two of them."""
-    powers = [1 << i for i in range(5, max(budget, 1).bit_length())]
-    usual = sorted([*powers, *(n * 3 // 2 for n in powers if n >= 128)])
-    return PromptSizes((*(n for n in usual if n < budget), budget), tuple(sorted({min(8, most), most})))
-
-
-class Key(NamedTuple):
-    """What fixes the shapes and the work of a step. rows: how many lines it has, padding included; width: drafts of a
-    row; top: logprobs reported (-1: none, 0: the chosen token's only)."""
-
-    rows: int
-    width: int
-    features: Features = GREEDY
-    top: int = -1
-
-
-class PromptKey(NamedTuple):
-    """The same of a launch of prompts. tokens, rows: padding included."""
-
-    tokens: int
-    rows: int
-    features: Features = GREEDY
-    top: int = -1
-
-
-class Report(NamedTuple):
-    """What a step tells the host. tokens: [B,W+1]; counts: [B,3], committed, drafted and the size of the next draft;
-    noted: the logprobs of tokens [B,W+1], ids and values of the likeliest [B,W+1,top]; None if nobody asked."""
-
-    tokens: Tensor
-    counts: Tensor
-    noted: tuple[Tensor, Tensor, Tensor] | None
+from forerun.types import Logprob, Request
+from forerun.verify.sampling import Features
 
 
 class Arrival(NamedTuple):
@@ -97,165 +31,6 @@ class Arrival(NamedTuple):
 
     ids: np.ndarray
     request: Request
-
-
-class Lives:
-    """Per slot, beside Slots: what ends it (stop ids [S,E], padded -1; limit, the length it may reach; alive) and its next
-    draft (tokens [S,K], size [S], probs [S,K,V] if drafts have them)."""
-
-    def __init__(self, slots: Slots, width: int, vocab: int, probs: bool) -> None:
-        count, device = len(slots.length), slots.length.device
-        self.stop_ids = torch.full((count, 16), -1, dtype=torch.int64, device=device)
-        self.limit = torch.zeros(count, dtype=torch.int64, device=device)
-        self.alive = torch.zeros(count, dtype=torch.bool, device=device)
-        self.draft = torch.zeros(count, width, dtype=torch.int64, device=device)
-        self.draft_size = torch.zeros(count, dtype=torch.int64, device=device)
-        self.draft_probs = torch.zeros(count, width, vocab, device=device) if probs else None
-
-    def give(self, slot: Tensor, limit: Tensor, stop_ids: Tensor) -> None:
-        """Slots [A], all different, come alive, without a draft. limit: [A]; stop_ids: [A,E]."""
-        self.limit.index_copy_(0, slot, limit)
-        self.stop_ids.index_copy_(0, slot, stop_ids)
-        self.draft_size.index_fill_(0, slot, 0)
-        self.alive.index_fill_(0, slot, True)
-
-
-class Body:
-    """What one step does to the rows of some slots, all on the device."""
-
-    def __init__(
-        self,
-        target: Target,
-        kv: KVCache,
-        slots: Slots,
-        sampling: SamplingState,
-        lives: Lives,
-        drafter: Drafter | None,
-        block: bool,
-    ) -> None:
-        """drafter: one that works on the device drafts at the end of each step; what another one drafts is written into
-        `lives` from outside."""
-        self.target, self.kv, self.slots, self.sampling, self.lives = target, kv, slots, sampling, lives
-        self.drafter = drafter if drafter is not None and drafter.needs.device else None
-        self.host_drafter = drafter if self.drafter is None else None
-        self._accept = accept_block if block else accept_ratio
-        self._starts: dict[tuple[int, int], Tensor] = {}  # (rows, width) -> [B+1] int32, where each row's tokens start
-
-    def run(self, key: Key, slot: Tensor, k: Tensor) -> Report:
-        """A decode step. slot: [B], the padding's is nobody's; k: [B], what each row may draft at most."""
-        length = self.slots.length[slot] if self.lives.draft_probs is not None else None
-        draft, batch, x = self._lay_out(key, slot, k)
-        kernels = self.target.kernels.bounded(key.width + 1, self.slots.tokens.shape[1])
-        logits = self.target.forward(batch, self.kv, kernels=kernels, x=x).logits  # [B(W+1),V]
-        if draft.probs is None or length is None:
-            verdict = None
-            tokens = self._choose(key, slot, batch.positions, logits).view(len(slot), -1)
-        else:
-            verdict = self._weigh(key, slot, batch.positions, logits, draft, length)
-            tokens = verdict.tokens
-        counts = self._commit(slot, draft, tokens, verdict)
-        return Report(tokens, counts, self._note(key, logits, tokens))
-
-    def _lay_out(self, key: Key, slot: Tensor, k: Tensor) -> tuple[Draft, Batch, Tensor | None]:
-        """What was drafted at the end of the last step, cut to what the row may still take and laid behind its tokens; and
-        the forward pass over the last committed token and the drafts (with the tokens' embeddings, if they are there)."""
-        lives, slots = self.lives, self.slots
-        alive, length = lives.alive[slot], slots.length[slot]
-        room = torch.minimum(k, lives.limit[slot] - length - 1)
-        size = torch.minimum(lives.draft_size[slot], room).clamp(0, key.width)
-        probs = lives.draft_probs[slot, : key.width] if lives.draft_probs is not None else None
-        draft = Draft(lives.draft[slot, : key.width], size, probs)
-        slots.write_drafts(slot, draft.tokens)
-        positions = (length - 1)[:, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
-        ids = slots.tokens[slot[:, None], positions]
-        table = torch.where(alive[:, None], slots.block_table[slot], 0)
-        return draft, self._batch(key, ids.flatten(), positions.flatten(), table), None
-
-    def _batch(self, key: Key, ids: Tensor, positions: Tensor, table: Tensor) -> Batch:
-        shape = (key.rows, key.width)
-        if shape not in self._starts:
-            last = len(positions) + 1
-            self._starts[shape] = torch.arange(0, last, key.width + 1, dtype=torch.int32, device=positions.device)
-        return Batch(ids, positions, self._starts[shape], table, None)
-
-    def _choose(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
-        """The target's own token behind each position, [B(W+1)]."""
-        every = slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
-        shaped = self.sampling.shape(logits, every, positions + 1, key.features)
-        return self.sampling.choose(shaped, every, positions + 1, key.features)
-
-    def _weigh(self, key: Key, slot: Tensor, positions: Tensor, logits: Tensor, draft: Draft, length: Tensor) -> Verdict:
-        """What the rule for drafts with probabilities makes of the draft. length: [B], before the step."""
-        every = slot.repeat_interleave(key.width + 1, output_size=len(positions))
-        shaped = self.sampling.shape(logits, every, positions + 1, key.features)
-        target = self.sampling.probs(shaped, every, key.features).view(len(slot), key.width + 1, -1)
-        seed = self.sampling.seed[slot]
-        accept = noise.block_noise(seed, length, key.width, noise.ACCEPT)
-        return self._accept(target, draft, accept, noise.block_noise(seed, length, key.width + 1, noise.REDRAW))
-
-    def _commit(self, slot: Tensor, draft: Draft, tokens: Tensor, verdict: Verdict | None) -> Tensor:
-        """Cut the block at a stop or the limit, append it, and draft what follows; [B,3] as in Report. tokens: [B,W+1], the
-        target's choices, of which the draft is accepted while it equals them; or the verdict's, if there is one."""
-        verdict = verdict or accept_matching(tokens, draft)
-        lives, width = self.lives, tokens.shape[1]
-        length, alive = self.slots.length[slot], lives.alive[slot]
-        at = torch.arange(width, device=slot.device)
-        stops = (tokens[:, :, None] == lives.stop_ids[slot][:, None, :]).any(-1) & (at < verdict.count[:, None])
-        first = torch.where(stops, at, width).amin(1)  # [B] of the first stop, or past all
-        count = torch.minimum(torch.minimum(verdict.count, first + 1), lives.limit[slot] - length)
-        count = torch.where(alive, count, 0).clamp(min=0)
-        ended = (first < count) | (length + count >= lives.limit[slot])
-        self.slots.commit(slot, tokens, count)
-        lives.alive[slot] = alive & ~ended
-        drafted = torch.where(alive, draft.size, 0)
-        return torch.stack((count, drafted, self._propose(slot)), 1)
-
-    def _propose(self, slot: Tensor) -> Tensor:
-        """Draft for the next step; [B], how much was found."""
-        lives, width = self.lives, self.lives.draft.shape[1]
-        if self.drafter is None or width == 0:
-            return torch.zeros_like(slot)
-        k = torch.where(lives.alive[slot], width, 0)
-        draft = self.drafter.propose(Rows(slot, k, width))
-        lives.draft[slot] = draft.tokens
-        lives.draft_size[slot] = draft.size
-        if lives.draft_probs is not None and draft.probs is not None:
-            lives.draft_probs[slot] = draft.probs
-        return draft.size
-
-    @staticmethod
-    def _note(key: Key | PromptKey, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        if key.top < 0:
-            return None
-        chosen, ids, values = logprobs(logits, tokens.flatten(), key.top)
-        return chosen.view_as(tokens), ids.view(*tokens.shape, -1), values.view(*tokens.shape, -1)
-
-    def prefill(self, key: PromptKey, given: Tensor) -> Report:
-        """A launch of prompts: of each row of a slot the tokens from `begin` on, `count` of them; of those with through = 1
-        they are the last, so that they get their first token. given: [4,R] int64, slot, begin, count and through; the
-        padding's are nobody's and 0. What the report says of the rows that are not through means nothing."""
-        slot, begin, count, through = given
-        batch = self._lay_end_to_end(key, slot, begin, count)
-        logits = self.target.forward(batch, self.kv).logits  # [R,V]
-        if self.drafter is not None:
-            self.drafter.prefill(batch)
-        slot = torch.where(through > 0, slot, len(self.slots.length) - 1)  # the others commit as nobody
-        choice = self._choose(key, slot, (begin + count - 1).clamp(min=0), logits)[:, None]
-        nothing = Draft(choice[:, :0], torch.zeros_like(slot))
-        counts = self._commit(slot, nothing, choice, None)
-        return Report(choice, counts, self._note(key, logits, choice))
-
-    def _lay_end_to_end(self, key: PromptKey, slot: Tensor, begin: Tensor, count: Tensor) -> Batch:
-        """The forward pass over these parts of the slots, with the logits of each row's last token (of some token if the row
-        is empty). slot, begin, count: [R]."""
-        end = count.cumsum(0)  # [R]
-        at = torch.arange(key.tokens, device=slot.device)  # [T]
-        row = torch.searchsorted(end, at, right=True).clamp(max=key.rows - 1)  # [T]
-        there = at < end[-1]
-        positions = torch.where(there, at + (begin - end + count)[row], 0)
-        ids = torch.where(there, self.slots.tokens[slot[row], positions], 0)
-        start = F.pad(end, (1, 0)).int()
-        return Batch(ids, positions, start, self.slots.block_table[slot], (end - 1).clamp(min=0))
 
 
 class Decoding(NamedTuple):
@@ -336,7 +111,6 @@ class FixedStep:
         self.lag = 0 if body.host_drafter is not None else 1
         self.waits = 0
         self.device = body.slots.length.device
-        self.cuda = self.device.type == "cuda"
         self.nobody = len(body.slots.length) - 1  # the slot of the padding
         self._run, self._cost = run or self._eager, cost
         self._changes: dict[int, Arrival | None] = {}  # slots given (or left, None) since the last launch
@@ -400,9 +174,9 @@ class FixedStep:
         slot = [row.sequence.slot for row in rows]
         k = torch.tensor([row.k for row in rows])
         draft = self.body.host_drafter.propose(Rows(torch.tensor(slot), k, int(k.max())))
-        at, lives = self._up(slot), self.body.lives
-        lives.draft[at, : draft.tokens.shape[1]] = self._up(draft.tokens.tolist())
-        lives.draft_size[at] = self._up(draft.size.tolist())
+        at, lives = send_integers(slot, self.device), self.body.lives
+        lives.draft[at, : draft.tokens.shape[1]] = send(draft.tokens.numpy(), self.device)
+        lives.draft_size[at] = send(draft.size.numpy(), self.device)
         for row, size in zip(rows, draft.size.tolist(), strict=True):
             row.sequence.chances.found = size
         self.waits += 1
@@ -422,12 +196,12 @@ class FixedStep:
                 self._decoding = self._line_up(decoding)
             _, lines, slot, k, chances, asked = self._decoding
             width = self._width(lines, max(k), chances)
-            parts.append((decoding, self._down(self._run(Key(lines, width, *asked), slot, k))))
+            parts.append((decoding, self._receive(self._run(Key(lines, width, *asked), slot, k))))
         if prompts:  # the last report is on its way down: graphs share their memory
             parts.append(self._prefill(prompts))
         silent = [row for row in prompts if not row.samples]
         times = Times(0.0, time.perf_counter() - start, 0.0)
-        return FixedFlight(parts, silent, self._mark(), times, self.width > 0)
+        return FixedFlight(parts, silent, mark(self.device), times, self.width > 0)
 
     def _line_up(self, rows: list[PlanRow]) -> Decoding:
         """Done once as long as the same rows come again, as they do while nobody joins, ends or comes near its limit."""
@@ -446,10 +220,10 @@ class FixedStep:
         return self.policy.step_width(self.widths[: enough + 1], chances, lambda width: self._cost(lines, width))
 
     def _eager(self, key: Key, slot: list[int], k: list[int]) -> Report:
-        return self.body.run(key, self._up(slot), self._up(k))
+        return self.body.run(key, send_integers(slot, self.device), send_integers(k, self.device))
 
     def _eager_prompts(self, key: PromptKey, given: list[list[int]]) -> Report:
-        return self.body.prefill(key, self._up(given))
+        return self.body.prefill(key, send_integers(given, self.device))
 
     def _prefill(self, rows: list[PlanRow]) -> tuple[list[PlanRow], Report]:
         """Chunks of prompts, and the first tokens of those that are through: these come first, as the report's reader
@@ -466,7 +240,7 @@ class FixedStep:
             [row.pending for row in rows] + nothing,
             [int(row.samples) for row in rows] + nothing,
         ]
-        return ended, self._down(self._run_prompts(PromptKey(tokens, lines, *self._asked(ended)), given))
+        return ended, self._receive(self._run_prompts(PromptKey(tokens, lines, *self._asked(ended)), given))
 
     def _asked(self, rows: list[PlanRow]) -> tuple[Features, int]:
         """What these rows' requests ask for: the sampling features they use, and how many logprobs (a few sizes only).
@@ -483,31 +257,13 @@ class FixedStep:
         grown = [s for row in rows if (s := row.sequence).laid < len(s.pages)]
         if grown:
             new = [(s.slot, at, s.pages[at]) for s in grown for at in range(s.laid, len(s.pages))]
-            slot, at, page = self._up([list(column) for column in zip(*new, strict=True)])
+            slot, at, page = send(np.ascontiguousarray(np.array(new, dtype=np.int64).T), self.device)
             self.body.slots.block_table[slot, at] = page.int()
             for s in grown:
                 s.laid = len(s.pages)
 
-    def _up(self, values: list) -> Tensor:
-        """Integers for the device, without waiting."""
-        if not self.cuda:
-            return torch.tensor(values, dtype=torch.int64)
-        return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
-
-    def _down(self, report: Report) -> Report:
+    @staticmethod
+    def _receive(report: Report) -> Report:
         """The report on its way to the host."""
-        if not self.cuda:
-            return report
-
-        def copy(x: Tensor) -> Tensor:
-            return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-
-        noted = None if report.noted is None else tuple(copy(part) for part in report.noted)
-        return Report(copy(report.tokens), copy(report.counts), noted)  # type: ignore[arg-type]
-
-    def _mark(self) -> Callable[[], None]:
-        if not self.cuda:
-            return lambda: None
-        event = torch.cuda.Event()
-        event.record()
-        return event.synchronize
+        noted = None if report.noted is None else tuple(receive(part) for part in report.noted)
+        return Report(receive(report.tokens), receive(report.counts), noted)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 """The body of a fixed-shape step with everything around the target's forward pass in a few Triton launches: the fast twin
-of engine/fixed.py's Body, for CUDA.
+of engine/body.py, for CUDA.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forerun.drafters import Drafter
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.fixed import GREEDY, Body, Key, Lives, PromptKey
+from forerun.engine.body import GREEDY, Body, Key, Lives, PromptKey
 from forerun.engine.slots import Slots
 from forerun.kernels import Batch, cuda_step
 from forerun.kernels.cuda import CudaKernels

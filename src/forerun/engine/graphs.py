@@ -1,5 +1,5 @@
 """Steps as CUDA graphs, those of decoding and those of prompts: captured once for each key (what fixes their shape, and what
-sampling does), replayed with the slots of the moment. Knows nothing of what a step does; engine/fixed.py's Body does.
+sampling does), replayed with the slots of the moment. Knows nothing of what a step does; engine/body.py does.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from forerun.device import send_integers
 from forerun.drafters import Drafter
-from forerun.engine.fixed import Body, Key, Lives, PromptKey, Report
+from forerun.engine.body import Body, Key, Lives, PromptKey, Report
 from forerun.engine.slots import Slots
 from forerun.models.decoder import KVCache, Target
 from forerun.verify.sampling import SamplingState
@@ -57,8 +58,7 @@ class Graphs:
             self.capture(key)
         if self._now.get(key.rows) != (slot, k):
             self._now[key.rows] = (slot, k)
-            given = torch.tensor([slot, k], dtype=torch.int64, pin_memory=True)
-            self._inputs[key.rows].copy_(given, non_blocking=True)
+            self._inputs[key.rows].copy_(send_integers([slot, k], self.device))
         graph, report = self._graphs[key]
         graph.replay()
         return report
@@ -69,7 +69,7 @@ class Graphs:
         self._drop_stale()
         if key not in self._prompts:
             self.capture_prompts(key)
-        self._given[key.rows].copy_(torch.tensor(given, dtype=torch.int64, pin_memory=True), non_blocking=True)
+        self._given[key.rows].copy_(send_integers(given, self.device))
         graph, report = self._prompts[key]
         graph.replay()
         return report

@@ -1,5 +1,6 @@
-"""The kernels for CUDA. Knows which launch suits how many tokens: up to FEW_TOKENS the Triton products of a decode step
-(cuda_products.py), above them the vendor's matrix product with small kernels between; attention is in cuda_attention.py.
+"""The kernels for CUDA. Knows which launch suits how many tokens: up to `few` the Triton products of a decode step
+(cuda_products.py, cut as cuda_cuts.py says), above them the vendor's matrix product with small kernels between; attention
+is in cuda_attention.py.
 
 Everything can be captured in a CUDA graph: nothing waits for the host and every shape is known to it. A decode step that
 is captured says first what it is: `kernels.bounded(width, context)`. Launches on one stream at a time only, since the
@@ -9,82 +10,29 @@ attention of two would count their programs in one place.
 from __future__ import annotations
 
 import copy
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one
 from forerun.kernels import cuda_products as products
 from forerun.kernels.cuda_attention import attend_decode, attend_ragged
+from forerun.kernels.cuda_cuts import FEW_TOKENS, choose, fitting
 from forerun.kernels.cuda_products import AFTER_WAIT, AT_ONCE, Tiles, launch, power_of_two
 from forerun.types import require
 
-FEW_TOKENS = 16
 
-
-def few_tokens(hidden: int) -> int:
-    """Up to how many tokens the Triton products beat the vendor's in a step of a model so wide. Seen on an H200, ms a step,
-    Triton's / the vendor's: hidden 576, 32 tokens 0.79 / 1.11, 40 tokens 0.78 / 1.03, 160 tokens 0.98 / 1.20; 1024, 32
-    tokens 2.01 / 2.17, 40 tokens 1.29 / 1.55, 160 tokens 2.72 / 2.34; 4096, 40 tokens 5.68 / 5.51."""
-    return 320 if hidden <= 768 else 64 if hidden <= 1536 else FEW_TOKENS
-
-
-# (outputs, k, gate): the fastest cut for up to 16 tokens, measured on an H200 by benchmarks/gpu/kernels.py, of shapes that were
-TUNED: dict[tuple[int, int, bool], Tiles] = {
-    # SmolLM2-135M: q k v, out, gate and up, down, head
-    (960, 576, False): Tiles(16, 4, 0, 3),
-    (576, 576, False): Tiles(8, 2, 0, 2),
-    (1536, 576, True): Tiles(8, 4, 0, 2),
-    (576, 1536, False): Tiles(8, 4, 0, 2),
-    (49152, 576, False): Tiles(64, 8, 128, 4),
-    # Qwen3-0.6B
-    (4096, 1024, False): Tiles(8, 2, 0, 2, apart=True),
-    (1024, 2048, False): Tiles(8, 4, 0, 2),
-    (3072, 1024, True): Tiles(32, 4, 128, 5, apart=True),
-    (1024, 3072, False): Tiles(8, 8, 0, 2),
-    (151936, 1024, False): Tiles(64, 4, 128, 4, apart=True),
-    # Llama-3.1-8B
-    (6144, 4096, False): Tiles(16, 4, 512, 3, 4, apart=True),
-    (4096, 4096, False): Tiles(8, 4, 512, 3, 4),
-    (14336, 4096, True): Tiles(32, 4, 256, 3, apart=True),
-    (4096, 14336, False): Tiles(8, 4, 512, 3, 4),
-    (128256, 4096, False): Tiles(64, 4, 128, 4, apart=True),
-}
-
-
-# the same for more tokens, by the most that it is for, where not the usual cut was fastest
-WIDE = Tiles(32, 4, 128, 4, apart=True, tokens=64)
-MANY: dict[int, dict[tuple[int, int, bool], Tiles]] = {
-    32: {(1536, 576, True): WIDE, (576, 1536, False): WIDE._replace(tokens=32), (960, 576, False): WIDE._replace(tokens=32)},
-    64: {(3072, 1024, True): WIDE},
-    128: {(1536, 576, True): WIDE},
-    256: {(1536, 576, True): WIDE, (960, 576, False): Tiles(32, 4, 64, 5, apart=True, tokens=64)},
-}
-
-
-def choose(weight: Tensor, total: int, gate: bool = False) -> Tiles:
-    """How to cut the product of `total` tokens with a weight [n,k] ([2n,k] with gate): as measured, or as shapes most like
-    it were."""
-    n, k = weight.shape[0] // 2 if gate else weight.shape[0], weight.shape[1]
-    table = TUNED if total <= FEW_TOKENS else next((MANY[most] for most in MANY if total <= most), MANY[256])
-    for (tuned_n, tuned_k, tuned_gate), tiles in table.items():
-        if (tuned_k, tuned_gate) == (k, gate) and abs(tuned_n - n) * 100 <= tuned_n:  # a head cut to the tokenizer's ids
-            return tiles
-    if total > FEW_TOKENS:
-        if n >= 32768:  # a head
-            return Tiles(64, 4, 128, 3, apart=True, tokens=64) if total <= 32 else Tiles(128, 8, 64, 4, apart=True, tokens=64)
-        return Tiles(16, 4, 128, 4, apart=True, tokens=64)
-    apart = k >= 1024
-    if n >= 32768:  # a head
-        return Tiles(64, 4, 128, 4, apart=apart)
-    if gate:
-        return Tiles(32, 4, 256, 3, apart=True) if apart else Tiles(8, 4, 0, 2)
-    if k <= 3072:
-        return Tiles(8, 4 if k <= 2048 else 8, 0, 2, apart=apart)
-    return Tiles(8 if n <= k else 16, 4, 512, 3, 4, apart=apart)
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have."""
+    if device.type != "cuda":
+        return 1 << 18  # the interpreter has what it likes
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return driver.active.utils.get_device_properties(index)["max_shared_mem"]  # as Triton finds it before a launch
 
 
 class CudaKernels:
@@ -103,6 +51,7 @@ class CudaKernels:
         self.width, self.context = width, context
         self.few = few  # up to so many tokens the products are Triton's
         self.device = torch.device(device)
+        self.shared = _shared_memory(self.device)
         # counts the programs of an attention launch that are done, for each row and key head; every launch leaves it zero
         self.arrived = torch.zeros(1 << 16, dtype=torch.int32, device=self.device) if arrived is None else arrived
         hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
@@ -119,7 +68,7 @@ class CudaKernels:
         if x.shape[0] > self.few:
             return F.linear(self.rms_norm(x, norm, eps), weight, bias)
         out = x.new_empty(x.shape[0], weight.shape[0])
-        self._normed_product(choose(weight, x.shape[0]), x, norm, eps, weight, bias, out)
+        self._normed_product(self._cut(weight, x.shape[0]), x, norm, eps, weight, bias, out)
         return out
 
     def attend(
@@ -135,7 +84,7 @@ class CudaKernels:
         if x.shape[0] > self.few:
             return residual + F.linear(x, weight, bias)
         out = torch.empty_like(residual)
-        launch(choose(weight, x.shape[0]), self.pdl, x, None, 0.0, weight, bias, residual, out)
+        launch(self._cut(weight, x.shape[0]), self.pdl, x, None, 0.0, weight, bias, residual, out)
         return out
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -145,7 +94,7 @@ class CudaKernels:
             both = F.linear(self.rms_norm(x, norm, eps), weight)
             products.silu_mul_kernel[(total, triton.cdiv(inner, 1024))](both, out, inner, 1024, False)
         else:
-            self._normed_product(choose(weight, total, True), x, norm, eps, weight, None, out, gate=True)
+            self._normed_product(self._cut(weight, total, True), x, norm, eps, weight, None, out, gate=True)
         return out
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -155,7 +104,7 @@ class CudaKernels:
                 return torch.mm(normed, weight.T, out_dtype=torch.float32)
             return F.linear(normed.float(), weight.float())
         out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
-        self._normed_product(choose(weight, x.shape[0]), x, norm, eps, weight, None, out)
+        self._normed_product(self._cut(weight, x.shape[0]), x, norm, eps, weight, None, out)
         return out
 
     def norm_argmax(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -163,7 +112,7 @@ class CudaKernels:
         total = x.shape[0]
         if total > self.few:
             return self.argmax(self.norm_logits(x, norm, eps, weight))
-        tiles = choose(weight, total)
+        tiles = self._cut(weight, total)
         blocks = triton.cdiv(weight.shape[0], tiles.columns)
         tops = x.new_empty(total, blocks, dtype=torch.float32)
         firsts = x.new_empty(total, blocks, dtype=torch.int32)
@@ -198,6 +147,9 @@ class CudaKernels:
         """The first layer's launches see to it that what stands before them is complete when the others' begin."""
         x = one_by_one(self, layers, x, batch, first, first + 1)
         return one_by_one(chained, layers, x, batch, first + 1, last)
+
+    def _cut(self, weight: Tensor, total: int, gate: bool = False) -> Tiles:
+        return fitting(choose(weight, total, gate), gate, self.shared)
 
     def _normed_product(
         self, tiles: Tiles, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, out: Tensor,

@@ -1,8 +1,8 @@
 """What stands around the target's forward pass in a decode step of fixed shape, as a few Triton launches: laying out the
 step's tokens, sampling with a temperature, commit, and the n-gram look-up. Knows the tensors of the live sequences, one
-line (slot) for each, by the names that engine/slots.py and engine/fixed.py give them; nothing of requests or models.
+line (slot) for each, by the names that engine/slots.py and engine/body.py give them; nothing of requests or models.
 
-The twins in torch are engine/fixed.py (`Body`), verify/accept.py, verify/noise.py and drafters/ngram.py. A row that is not
+The twins in torch are engine/body.py, verify/accept.py, verify/noise.py and drafters/ngram.py. A row that is not
 alive is laid out at position 0 on page 0 and leaves no trace: its tokens, length and limit stay as they are. A slot
 may stand in a step more than once if it is not alive, as the padding's does.
 

@@ -146,7 +146,8 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
 def choose_kernels(dtype: torch.dtype, device: torch.device, hidden: int) -> Kernels:
     """The fastest kernels there are for this dtype and device, and a model so wide."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        from forerun.kernels.cuda import CudaKernels, few_tokens  # needs triton, which comes with torch for CUDA
+        from forerun.kernels.cuda import CudaKernels  # needs triton, which comes with torch for CUDA
+        from forerun.kernels.cuda_cuts import few_tokens
 
         return CudaKernels(device, few=few_tokens(hidden))
     if device.type != "cpu":

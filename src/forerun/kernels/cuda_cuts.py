@@ -1,0 +1,83 @@
+"""Which cut of a product suits which shape and how many tokens: what benchmarks/gpu/kernels.py measured on an H200, and for
+shapes that were not measured what those most like them take. Knows figures only; cuda_products.py says what a cut is.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from forerun.kernels.cuda_products import Tiles
+
+FEW_TOKENS = 16
+
+
+def few_tokens(hidden: int) -> int:
+    """Up to how many tokens the Triton products beat the vendor's in a step of a model so wide. Seen on an H200, ms a step,
+    Triton's / the vendor's: hidden 576, 32 tokens 0.79 / 1.11, 40 tokens 0.78 / 1.03, 160 tokens 0.98 / 1.20; 1024, 32
+    tokens 2.01 / 2.17, 40 tokens 1.29 / 1.55, 160 tokens 2.72 / 2.34; 4096, 40 tokens 5.68 / 5.51."""
+    return 320 if hidden <= 768 else 64 if hidden <= 1536 else FEW_TOKENS
+
+
+# (outputs, k, gate): the fastest cut for up to 16 tokens, measured on an H200 by benchmarks/gpu/kernels.py, of shapes that were
+TUNED: dict[tuple[int, int, bool], Tiles] = {
+    # SmolLM2-135M: q k v, out, gate and up, down, head
+    (960, 576, False): Tiles(16, 4, 0, 3),
+    (576, 576, False): Tiles(8, 2, 0, 2),
+    (1536, 576, True): Tiles(8, 4, 0, 2),
+    (576, 1536, False): Tiles(8, 4, 0, 2),
+    (49152, 576, False): Tiles(64, 8, 128, 4),
+    # Qwen3-0.6B
+    (4096, 1024, False): Tiles(8, 2, 0, 2, apart=True),
+    (1024, 2048, False): Tiles(8, 4, 0, 2),
+    (3072, 1024, True): Tiles(32, 4, 128, 5, apart=True),
+    (1024, 3072, False): Tiles(8, 8, 0, 2),
+    (151936, 1024, False): Tiles(64, 4, 128, 4, apart=True),
+    # Llama-3.1-8B
+    (6144, 4096, False): Tiles(16, 4, 512, 3, 4, apart=True),
+    (4096, 4096, False): Tiles(8, 4, 512, 3, 4),
+    (14336, 4096, True): Tiles(32, 4, 256, 3, apart=True),
+    (4096, 14336, False): Tiles(8, 4, 512, 3, 4),
+    (128256, 4096, False): Tiles(64, 4, 128, 4, apart=True),
+}
+
+
+# the same for more tokens, by the most that it is for, where not the usual cut was fastest
+WIDE = Tiles(32, 4, 128, 4, apart=True, tokens=64)
+MANY: dict[int, dict[tuple[int, int, bool], Tiles]] = {
+    32: {(1536, 576, True): WIDE, (576, 1536, False): WIDE._replace(tokens=32), (960, 576, False): WIDE._replace(tokens=32)},
+    64: {(3072, 1024, True): WIDE},
+    128: {(1536, 576, True): WIDE},
+    256: {(1536, 576, True): WIDE, (960, 576, False): Tiles(32, 4, 64, 5, apart=True, tokens=64)},
+}
+
+
+def choose(weight: Tensor, total: int, gate: bool = False) -> Tiles:
+    """How to cut the product of `total` tokens with a weight [n,k] ([2n,k] with gate): as measured, or as shapes most like
+    it were."""
+    n, k = weight.shape[0] // 2 if gate else weight.shape[0], weight.shape[1]
+    table = TUNED if total <= FEW_TOKENS else next((MANY[most] for most in MANY if total <= most), MANY[256])
+    for (tuned_n, tuned_k, tuned_gate), tiles in table.items():
+        if (tuned_k, tuned_gate) == (k, gate) and abs(tuned_n - n) * 100 <= tuned_n:  # a head cut to the tokenizer's ids
+            return tiles
+    if total > FEW_TOKENS:
+        if n >= 32768:  # a head
+            return Tiles(64, 4, 128, 3, apart=True, tokens=64) if total <= 32 else Tiles(128, 8, 64, 4, apart=True, tokens=64)
+        return Tiles(16, 4, 128, 4, apart=True, tokens=64)
+    apart = k >= 1024
+    if n >= 32768:  # a head
+        return Tiles(64, 4, 128, 4, apart=apart)
+    if gate:
+        return Tiles(32, 4, 256, 3, apart=True) if apart else Tiles(8, 4, 0, 2)
+    if k <= 3072:
+        return Tiles(8, 4 if k <= 2048 else 8, 0, 2, apart=apart)
+    return Tiles(8 if n <= k else 16, 4, 512, 3, 4, apart=apart)
+
+
+def fitting(tiles: Tiles, gate: bool, shared: int) -> Tiles:
+    """The cut, in fewer stages or shorter steps where it would need more than `shared` bytes of shared memory: the figures
+    above come from a device with 227 KiB a program, others have 99 or 163."""
+    values = tiles.columns * (2 if gate else 1) + tiles.tokens  # of a position along K
+    while values * tiles.step * tiles.stages * 2 > shared:
+        shorter = tiles._replace(step=tiles.step // 2)
+        tiles = shorter if tiles.stages <= 2 else tiles._replace(stages=tiles.stages - 1)
+    return tiles
