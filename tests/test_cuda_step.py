@@ -24,11 +24,9 @@ from forerun.kernels import cuda_step as step
 from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_step import LookUp, Pool
 from forerun.models.decoder import Target
-from forerun.types import Draft, Verdict
-from forerun.verify import noise
+from forerun.types import Draft, Request, SamplingParams, Verdict
 from forerun.verify.accept import accept_matching
 from forerun.verify.sampling import SamplingState
-from tests.statistical import PASS, REJECT, chi_square
 from tests.test_cuda_kernels import DEVICE, DTYPE, interpreter_that_numpy_allows  # noqa: F401  (a fixture for all tests here)
 from tests.tiny import VOCAB as VOCAB_OF_TINY
 from tests.tiny import tiny_model
@@ -252,79 +250,19 @@ def test_look_up_in_a_text_of_several_scans() -> None:
     assert look(text.tolist(), look_up, 3) == [11, 12, 13]  # two of three: 8 9 10
 
 
-@pytest.mark.parametrize("purpose", [noise.CHOOSE, noise.ACCEPT, noise.REDRAW, noise.DRAFT])
-def test_noise_bit_for_bit(purpose: int) -> None:
-    at = torch.Generator().manual_seed(purpose)
-    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (9,), generator=at).to(DEVICE)
-    seed[:3] = torch.tensor([0, -1, 42], device=DEVICE)
-    slot = torch.randint(0, 9, (300,), generator=at).to(DEVICE)
-    position = torch.randint(0, 200_000, (300,), generator=at).to(DEVICE)
-    position[:2] = torch.tensor([0, (7 << 32) + 5], device=DEVICE)
-    assert torch.equal(step.uniform(seed, slot, position, purpose), noise.uniform(seed[slot], position, purpose))
-
-
-def shares(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """softmax(logits / temperature) as verify/sampling.py takes it."""
-    heat = temperature.float()[:, None]
-    return ((logits - logits.amax(-1, keepdim=True)) / heat).softmax(-1)
-
-
-@pytest.mark.parametrize(("vocab", "block"), [(1000, 2048), (1000, 128), (512, 64)])
-def test_draws_agree_with_the_twin(monkeypatch, vocab: int, block: int) -> None:
-    monkeypatch.setattr(step, "DRAW_BLOCK", block)
-    at = torch.Generator().manual_seed(vocab + block)
-    rows = 40
-    logits = (torch.randn(rows, vocab, generator=at) * 3).to(DEVICE)
-    logits[::7, : vocab // 2] = -torch.inf  # whole blocks without mass
-    temperature = torch.rand(rows, generator=at, dtype=torch.float64).to(DEVICE) + 0.3
-    temperature[:6] = torch.tensor([1e-6, 1e-4, 1e-2, 10, 1e4, 1e-30], device=DEVICE, dtype=torch.float64)
-    u = torch.rand(rows, generator=at, dtype=torch.float64).to(DEVICE)
-    u[10:14] = torch.tensor([2.0**-53, 1 - 2.0**-53, 1e-9, 1 - 1e-9], device=DEVICE, dtype=torch.float64)
-    probs = shares(logits, temperature)
-    got, want = step.draw_tempered(logits, temperature, u), noise.draw(probs, u)
-    assert (got != want).sum() <= 1
-    after = probs.double().cumsum(-1)
-    gap = (after.gather(1, torch.minimum(got, want)[:, None])[:, 0] / after[:, -1] - u).abs()
-    assert (gap[got != want] < 1e-6).all()  # the other side of an edge
-    assert (probs.gather(1, got[:, None]) > 0).all()
-    alone = torch.tensor([3, 8, 11], device=DEVICE)
-    assert torch.equal(got[alone], step.draw_tempered(logits[alone], temperature[alone], u[alone]))  # in any batch
-
-
-def test_greedy_rows_beside_sampled_ones() -> None:
-    logits = torch.zeros(6, 5000, device=DEVICE)
-    logits[1, [2100, 4999]] = 2
-    logits[2] = -torch.inf
-    logits[3] = -torch.inf
-    logits[3, 17] = -5
-    logits[4, 3000] = torch.nan
-    temperature = torch.tensor([0, 0, 1, 1, 1, 1.0], device=DEVICE, dtype=torch.float64)
-    u = torch.full((6,), 0.99, device=DEVICE, dtype=torch.float64)
-    assert step.draw_tempered(logits, temperature, u).tolist() == [0, 2100, 0, 17, 3000, 4950]
-
-
-def test_choices_have_the_distribution_and_the_noise(monkeypatch) -> None:
-    monkeypatch.setattr(step, "DRAW_BLOCK", 16)  # two blocks, and short ones, which the interpreter adds up one by one
-    at = torch.Generator().manual_seed(5)
-    rows, per, vocab, slots = 60, 5, 24, 20
-    logits = torch.randn(1, vocab, generator=at).to(DEVICE).expand(rows * per, vocab).contiguous()
-    seed = torch.randint(0, 1 << 40, (slots,), generator=at).to(DEVICE)
-    temperature = torch.full((slots,), 0.8, dtype=torch.float64, device=DEVICE)
-    temperature[3] = 0
-    slot = torch.arange(rows, device=DEVICE) % slots
-    positions = (torch.arange(rows * per) + 1000).to(DEVICE)
-    got = step.choose_tempered(logits, slot, positions, seed, temperature)
-    every = slot.repeat_interleave(per)
-    greedy = every == 3
-    assert (got[greedy] == logits[0].argmax()).all()
-    probs = shares(logits, temperature[every].clamp(min=0.1))
-    want = noise.draw(probs, noise.uniform(seed[every], positions + 1, noise.CHOOSE))
-    assert (got != want)[~greedy].sum() <= 1
-    seen = torch.bincount(got[~greedy], minlength=vocab).cpu().double()
-    expected = shares(logits[:1], temperature[:1])[0].cpu().double()
-
-    assert chi_square(seen.numpy(), expected.numpy()) > PASS
-    assert chi_square(seen.numpy(), shares(logits[:1], temperature[:1] * 3)[0].cpu().double().numpy()) < REJECT
+def test_one_graph_serves_all_filters(tmp_path) -> None:
+    """Unless drafts are weighed: then the distributions are torch's, which leaves out what no request uses."""
+    target = Target.load(tiny_model(tmp_path / "tiny"), DTYPE, DEVICE, kernels=CudaKernels(DEVICE))
+    slots = Slots(4, 30, 4, torch.device(DEVICE))
+    sampling, kv = SamplingState(slots.tokens, slots.length, target.vocab), target.kv_cache(9, 8)
+    for slot, more in enumerate(({"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1, "presence_penalty": 0.5}, {})):
+        params = SamplingParams(temperature=0.8, max_tokens=4, **more)
+        sampling.set(slot, Request(str(slot), (1, 2), params, 4, 7))
+    for probs, keys in ((False, 1), (True, 2)):
+        lives = Lives(slots, 2, target.vocab, probs=probs)
+        body = FusedBody(target, target.kernels, kv, slots, sampling, lives, None, False)
+        assert len({body.features([0]), body.features([1])}) == keys
+        assert body.features([2]).penalties and not body.features([3]).filtered
 
 
 def test_prompts_of_the_fused_body(tmp_path) -> None:
@@ -371,7 +309,6 @@ def check(kernel, warps=4, **constants):
         firsts="*i32", masses="*fp64", temperatures="*fp64", noise="*fp64", PER="i32", W="i32",
         L="i32", P="i32", K="i32", V="i32", VOCAB="i32", N="i32",
     )
-    given |= dict(out="*fp64") if kernel is step.uniform_kernel else {}
     types = {name: "constexpr" if name in constants else given.get(name, "*i64") for name in kernel.arg_names}
     compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
@@ -381,11 +318,6 @@ rows = dict(LANES=8, E=16, EP=16, KP=4)
 check(step.commit_kernel, 1, **rows, GIVEN=True, FIND=False, MAX_N=5, **find)
 check(step.commit_kernel, 8, **rows, GIVEN=False, FIND=True, MAX_N=5, **find)
 check(step.ngram_kernel, 8, KP=4, MAX_N=12, **find)
-check(step.uniform_kernel, PURPOSE=1, LANES=128, PDL=True)
-draw = dict(BLOCK=2048, PDL=True)
-check(step.block_mass_kernel, **draw, NOISE=True)
-for noise in (False, True):
-    check(step.draw_kernel, **draw, NOISE=noise, BLOCKS=75, LANES=128, PURPOSE=1)
 """
 
 

@@ -9,7 +9,7 @@ weights: they tell step times, never acceptance. Times are medians over replays 
 events; tokens/s are wall clock over whole batches, prompts included.
 
 Parts, all by default: limit; check (logits, greedy, like-plain, distribution); sync; drafters; memory; starts; host; tokens;
-queue (128 requests, 32 at once); share; replay.
+queue (128 requests, 32 at once); sampled; share; replay.
 To try the script without CUDA: --small tiny --shapes tiny --share tiny --rows 1,2 --widths 0,4 --samples 64 --tokens 32.
 """
 
@@ -33,7 +33,7 @@ from forerun.models import hub
 from forerun.models.decoder import Target
 
 CHECK = ("logits", "greedy", "like-plain", "distribution")
-PARTS = ("limit", *CHECK, "sync", "drafters", "memory", "starts", "host", "tokens", "queue")
+PARTS = ("limit", *CHECK, "sync", "drafters", "memory", "starts", "host", "tokens", "queue", "sampled")
 BY_SHAPE = ("share", "replay")
 
 
@@ -64,6 +64,7 @@ def small_parts(record: Record, parts: list[str], given: argparse.Namespace, pro
             for cell in speed.batches(target, speed.TOKENS_PER_S, prompts[kind], kind, temperature, (1, 8, 32), given.tokens, 4)
         ],
         "queue": lambda: speed.batches(target, speed.TOKENS_PER_S, repeat * 4, "repeat", 0.0, (128,), given.tokens, 3, rows=32),
+        "sampled": lambda: speed.sampled(target, [n for n in given.rows if n <= 32]),
     }
     for part in PARTS:
         if part in parts:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from forerun.config import Speculation
 from forerun.drafters import Needs, Rows
+from forerun.engine.body import Body, Key
 from forerun.engine.engine import Engine
 from forerun.kernels import Batch
 from forerun.models.decoder import Target
@@ -86,6 +87,48 @@ def replay(target: Target, widths: Sequence[int], rows: Sequence[int], context: 
         del it
         release()
     return cells
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top_p": {"temperature": 0.8, "top_p": 0.95},
+    "top_k, top_p, min_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"temperature": 0.8, "top_p": 0.95, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+}
+
+
+@torch.inference_mode()
+def sampled(target: Target, rows: Sequence[int], widths: Sequence[int] = (0, 4), context: int = 512) -> list[dict[str, Any]]:
+    """Milliseconds of a step by sampling parameters, and of choosing alone by torch's operations, which sort: on logits like
+    the step's, captured as well."""
+    cells = []
+    for width in widths:
+        it = engine(target, Speculation("ngram", width, 2, 5) if width else None, max(rows))
+        for count in rows:
+            for name, params in SAMPLED.items():
+                cell = {"rows": count, "k": width, "sampling": name, "ms": step_ms(it, count, width, context, 40, params)}
+                cell |= _choosing(it, count, width)
+                cells.append(cell)
+                print(cell, flush=True)
+        del it
+        release()
+    return cells
+
+
+def _choosing(it: Engine, rows: int, width: int) -> dict[str, float]:
+    """Milliseconds of choosing for the parameters that the first slots have, in the body's own form and in torch's."""
+    if not CUDA:
+        return {}
+    body, total = fixed_step(it).body, rows * (width + 1)
+    slot = torch.arange(rows, device=DEVICE)
+    logits = torch.randn(total, it.sampling.vocab, device=DEVICE) * 3
+    positions = torch.arange(total, device=DEVICE) % 500
+    own, exact = (Key(rows, width, found) for found in (body.features(range(rows)), it.sampling.features(range(rows))))
+    return {
+        "choosing_ms": _chain_us(lambda: body._choose(own, slot, positions, logits), 5) / 1e3,
+        "torch_choosing_ms": _chain_us(lambda: Body._choose(body, exact, slot, positions, logits), 5) / 1e3,
+    }
 
 
 class Unasked:

@@ -8,6 +8,7 @@ page 0, which is nobody's, and commits nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -125,6 +126,10 @@ class Body:
         self.host_drafter = drafter if self.drafter is None else None
         self._accept = accept_block if block else accept_ratio
         self._starts: dict[tuple[int, int], Tensor] = {}  # (rows, width) -> [B+1] int32, where each row's tokens start
+
+    def features(self, slots: Iterable[int]) -> Features:
+        """What sampling for these slots together takes, as far as steps differ by it."""
+        return self.sampling.features(slots)
 
     def run(self, key: Key, slot: Tensor, k: Tensor) -> Report:
         """A decode step. slot: [B], the padding's is nobody's; k: [B], what each row may draft at most."""

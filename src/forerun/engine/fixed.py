@@ -249,7 +249,7 @@ class FixedStep:
         if sequences != self._last[0]:
             wanted = [top for row in rows if (top := row.sequence.request.params.logprobs) is not None]
             top = next(n for n in (-1, 0, 5, 20, 100) if n >= max(wanted, default=-1))
-            self._last = (sequences, (self.body.sampling.features([s.slot for s in sequences]), top))
+            self._last = (sequences, (self.body.features([s.slot for s in sequences]), top))
         return self._last[1]
 
     def _lay_pages(self, rows: list[PlanRow]) -> None:

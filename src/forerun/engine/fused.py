@@ -4,17 +4,19 @@ of engine/body.py, for CUDA.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from forerun.drafters import Drafter
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.body import GREEDY, Body, Key, Lives, PromptKey
+from forerun.engine.body import Body, Key, Lives, PromptKey
 from forerun.engine.slots import Slots
-from forerun.kernels import Batch, cuda_step
+from forerun.kernels import Batch, cuda_sampling, cuda_step
 from forerun.kernels.cuda import CudaKernels
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Draft, Verdict
-from forerun.verify.sampling import SamplingState
+from forerun.verify.sampling import Features, SamplingState
 
 
 class FusedBody(Body):
@@ -31,6 +33,7 @@ class FusedBody(Body):
     ) -> None:
         super().__init__(target, kv, slots, sampling, lives, drafter, block)
         self._kernels, self._pdl = kernels, kernels.pdl
+        self._weighs = lives.draft_probs is not None
         ends, drafts = (lives.limit, lives.alive, lives.stop_ids), (lives.draft, lives.draft_size)
         self._pool = cuda_step.Pool(slots.tokens, slots.length, *ends, slots.block_table, *drafts)
         # the look-up goes into the launch that commits; any other drafter proposes by itself
@@ -46,14 +49,20 @@ class FusedBody(Body):
         tokens = lives.draft[slot, : key.width] if probs is not None else lives.draft[:0]  # choices are compared in the pool
         return Draft(tokens, size, probs), self._batch(key, positions, positions, table), x
 
+    def features(self, slots: Iterable[int]) -> Features:
+        """Which filters are on, and how wide, is found out row by row: one graph for all of them."""
+        found = super().features(slots)
+        return found._replace(min_p=True, top_k=1, top_p=True, unbounded=True) if found.filtered and not self._weighs else found
+
     def _choose(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
-        features = key.features
-        if features == GREEDY:
+        features, sampling = key.features, self.sampling
+        if features.shaped:
+            every = slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
+            logits = sampling.shape(logits, every, positions + 1, features)
+        if not features.sampled:
             return self._kernels.argmax(logits)
-        if features == GREEDY._replace(sampled=True):
-            sampling = self.sampling
-            return cuda_step.choose_tempered(logits, slot, positions, sampling.seed, sampling.temperature, self._pdl)
-        return super()._choose(key, slot, positions, logits)
+        by = cuda_sampling.Filters(sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p)
+        return cuda_sampling.choose(logits, slot, positions, sampling.seed, by, features.filtered, self._pdl)
 
     def _commit(self, slot: Tensor, draft: Draft, tokens: Tensor, verdict: Verdict | None) -> Tensor:
         if verdict is not None:

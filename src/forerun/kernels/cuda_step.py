@@ -1,14 +1,14 @@
 """What stands around the target's forward pass in a decode step of fixed shape, as a few Triton launches: laying out the
-step's tokens, sampling with a temperature, commit, and the n-gram look-up. Knows the tensors of the live sequences, one
+step's tokens, commit, and the n-gram look-up (sampling is in cuda_sampling.py). Knows the tensors of the live sequences, one
 line (slot) for each, by the names that engine/slots.py and engine/body.py give them; nothing of requests or models.
 
-The twins in torch are engine/body.py, verify/accept.py, verify/noise.py and drafters/ngram.py. A row that is not
+The twins in torch are engine/body.py, verify/accept.py and drafters/ngram.py. A row that is not
 alive is laid out at position 0 on page 0 and leaves no trace: its tokens, length and limit stay as they are. A slot
 may stand in a step more than once if it is not alive, as the padding's does.
 
 Nothing waits for the host. With pdl a launch may start while its predecessor runs, see cuda_products.py: `prepare` waits
-before it reads anything; the others read the state of the sequences, temperatures and noise before they wait, so none of
-that may come from the launch directly before them.
+before it reads anything; the others read the state of the sequences before they wait, so none of that may come from the
+launch directly before them.
 """
 
 # Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
@@ -17,19 +17,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from forerun.kernels.cuda_products import power_of_two, wait
-from forerun.verify.noise import CHOOSE
 
 TABLE_RUN = 1024  # entries of a block table that one program copies
 SCAN = 1024  # positions that the look-up compares at a time
 SCAN_WARPS = 8
 UNROLLED = 8  # suffixes up to so long are compared without a loop
-DRAW_BLOCK = 2048  # logits that a program adds up; a draw rounds alike in every batch only if this never changes
 
 
 class Pool(NamedTuple):
@@ -201,105 +198,6 @@ def ngram_kernel(
     tl.store(counts + row * 3 + 2, found.to(tl.int64))
 
 
-@triton.jit
-def _mix(x):
-    """The finaliser of SplitMix64, on uint64."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _uniform(seed, position, PURPOSE: tl.constexpr):
-    """noise.uniform, bit for bit. seed, position: int64 -> float64"""
-    keyed: tl.constexpr = PURPOSE * 0xD1342543DE82EF95 % (1 << 64)
-    state = _mix(seed.to(tl.uint64, bitcast=True) + keyed)
-    bits = _mix(state + (position + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15)
-    return ((bits >> 12).to(tl.int64, bitcast=True).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
-
-
-@triton.jit(do_not_specialize=["N"])
-def uniform_kernel(
-    seeds, slots, positions, out, N, PURPOSE: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr
-):
-    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    wait(PDL)
-    seed = tl.load(seeds + tl.load(slots + i, mask=i < N, other=0), mask=i < N, other=0)
-    tl.store(out + i, _uniform(seed, tl.load(positions + i, mask=i < N, other=0), PURPOSE), mask=i < N)
-
-
-@triton.jit
-def _temperature(temperatures, slots, row, PER, NOISE: tl.constexpr):
-    """Of a row of logits, and its slot, which PER rows share. Without NOISE each row has a temperature of its own."""
-    slot = row
-    if NOISE:
-        slot = tl.load(slots + row // PER)
-    return tl.load(temperatures + slot).to(tl.float32), slot
-
-
-@triton.jit
-def _mass(x, top, temperature):
-    """exp((x - top) / temperature), at most 1; 0 where x is -inf, also if all are."""
-    return tl.exp((x - tl.where(top == float("-inf"), 0.0, top)) / temperature)
-
-
-@triton.jit(do_not_specialize=["PER"])
-def block_mass_kernel(
-    logits, temperatures, slots, tops, firsts, masses, V, PER, BLOCK: tl.constexpr, NOISE: tl.constexpr, PDL: tl.constexpr
-):
-    """Of a block of a row's logits: the largest, where it is first, and the sum of exp((x - largest) / temperature)."""
-    row, b = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, _ = _temperature(temperatures, slots, row, PER, NOISE)
-    v = b * BLOCK + tl.arange(0, BLOCK)
-    wait(PDL)
-    x = tl.load(logits + row * V + v, mask=v < V, other=float("-inf"))
-    x = tl.where(x != x, float("inf"), x)  # a NaN is the largest, as in torch
-    top = tl.max(x, 0)
-    to = row * tl.num_programs(1) + b
-    tl.store(tops + to, top)
-    tl.store(firsts + to, tl.min(tl.where(x == top, v, 2147483647), 0))
-    if temperature > 0:
-        tl.store(masses + to, tl.sum(_mass(x, top, temperature).to(tl.float64), 0))
-
-
-@triton.jit(do_not_specialize=["PER"])
-def draw_kernel(
-    logits, temperatures, slots, seeds, positions, noise, tops, firsts, masses, out, V, PER, BLOCKS: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr, NOISE: tl.constexpr, PURPOSE: tl.constexpr, PDL: tl.constexpr,
-):
-    """The token of a row: find the block in which the sums pass u times their total, then the token in it."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature, slot = _temperature(temperatures, slots, row, PER, NOISE)
-    b = tl.arange(0, LANES)
-    if NOISE:
-        u = _uniform(tl.load(seeds + slot), tl.load(positions + row) + 1, PURPOSE)
-    else:
-        u = tl.load(noise + row)
-    wait(PDL)
-    top = tl.load(tops + row * BLOCKS + b, mask=b < BLOCKS, other=float("-inf"))
-    first = tl.load(firsts + row * BLOCKS + b, mask=b < BLOCKS, other=2147483647)
-    highest = tl.max(top, 0)
-    choice = tl.min(tl.where(top == highest, first, 2147483647), 0)
-    if (temperature > 0) & (highest > float("-inf")) & (highest < float("inf")):
-        scale = tl.exp((top - highest) / temperature).to(tl.float64)
-        mass = tl.load(masses + row * BLOCKS + b, mask=b < BLOCKS, other=0.0) * scale
-        passed = tl.cumsum(mass, 0)
-        target = u * tl.max(passed, 0)
-        # the first past the target; should rounding leave none there, the last that holds any mass
-        last = tl.max(tl.where(mass > 0, b, 0), 0)
-        mine = tl.minimum(tl.min(tl.where((mass > 0) & (passed > target), b, LANES), 0), last)
-        own = b == mine
-        before = tl.sum(tl.where(own, passed - mass, 0.0), 0)
-        by = tl.sum(tl.where(own, scale, 0.0), 0)
-        v = mine * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * V + v, mask=v < V, other=float("-inf"))
-        part = _mass(x, tl.max(x, 0), temperature)
-        passed = before + by * tl.cumsum(part.to(tl.float64), 0)
-        last = tl.max(tl.where(part > 0, v, 0), 0)
-        choice = tl.minimum(tl.min(tl.where((part > 0) & (passed > target), v, 2147483647), 0), last)
-    tl.store(out + row, choice.to(tl.int64))
-
-
 def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, pdl: int = 0) -> Prepared:
     """Lay the drafts behind the committed tokens, and give what the forward pass needs: of each row its last committed token
     and `width` drafts. slot: [B] int64; k: [B] int64, what each row may draft at most; embedding: [V,H].
@@ -315,7 +213,7 @@ def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, 
     prepare_kernel[(rows, width + 1 + triton.cdiv(pages, run))](
         slot, k, pool.tokens, pool.length, pool.limit, pool.alive, pool.block_table, pool.draft, pool.draft_size, embedding,
         *out, width, pool.tokens.shape[1], pages, pool.draft.shape[1], vocab, hidden, power_of_two(hidden), run, pdl,
-        **_launch(4, pdl),
+        **launch_options(4, pdl),
     )
     return out
 
@@ -352,7 +250,7 @@ def _commit(
         block, size if given is None else given, size, slot, pool.tokens, pool.length, pool.limit, pool.alive, pool.stop_ids,
         pool.draft, pool.draft_size, counts, lanes - 1, pool.tokens.shape[1], width, vocab, power_of_two(lanes), stops,
         power_of_two(stops), power_of_two(max(width, 1)), given is not None, find, min_n, max_n, SCAN, UNROLLED, pdl,
-        **_launch(SCAN_WARPS if find else 1, pdl),
+        **launch_options(SCAN_WARPS if find else 1, pdl),
     )
     return counts
 
@@ -364,57 +262,10 @@ def ngram(pool: Pool, slot: Tensor, look_up: LookUp, counts: Tensor, pdl: int = 
     ngram_kernel[(len(slot),)](
         slot, pool.tokens, pool.length, pool.alive, pool.draft, pool.draft_size, counts, pool.tokens.shape[1], width,
         look_up.vocab, power_of_two(width), look_up.min_n, look_up.max_n, SCAN, UNROLLED, pdl,
-        **_launch(SCAN_WARPS, pdl),
+        **launch_options(SCAN_WARPS, pdl),
     )
 
 
-def uniform(seed: Tensor, slot: Tensor, position: Tensor, purpose: int, pdl: int = 0) -> Tensor:
-    """noise.uniform with the slots' seeds. seed: [S] int64; slot, position: [N] int64 -> [N] float64"""
-    out = seed.new_empty(len(slot), dtype=torch.float64)
-    uniform_kernel[(triton.cdiv(len(slot), 128),)](seed, slot, position, out, len(slot), purpose, 128, pdl, **_launch(4, pdl))
-    return out
-
-
-def draw_tempered(logits: Tensor, temperature: Tensor, u: Tensor, pdl: int = 0) -> Tensor:
-    """A token of softmax(logits / temperature) by inverse CDF, the argmax where the temperature is 0 or the largest logit is
-    not finite (a NaN counts as the largest). logits: [N,V] float32; temperature, u: [N] float64 -> [N] int64
-
-    The rule is noise.draw's: the first token whose cumulative sum exceeds u times the total. The sums are of blocks first,
-    in float64, so a u at the very edge between two tokens may fall the other way than there."""
-    return _draw(logits, temperature, None, None, None, u, pdl)
-
-
-def choose_tempered(
-    logits: Tensor, slot: Tensor, positions: Tensor, seed: Tensor, temperature: Tensor, pdl: int = 0
-) -> Tensor:
-    """The target's choices for slots that use a temperature and nothing else: draw_tempered with the noise of
-    (seed, position, CHOOSE). logits: [B(W+1),V] float32; slot: [B] int64; positions: [B(W+1)] int64, of the tokens that
-    were read, so that the chosen one stands one further; seed, temperature: [S] int64, float64 -> [B(W+1)] int64"""
-    return _draw(logits, temperature, slot, positions, seed, None, pdl)
-
-
-def _draw(
-    logits: Tensor, temperature: Tensor, slot: Tensor | None, positions: Tensor | None, seed: Tensor | None, u: Tensor | None,
-    pdl: int,
-) -> Tensor:
-    total, vocab = logits.shape
-    blocks = triton.cdiv(vocab, DRAW_BLOCK)
-    tops = logits.new_empty(total, blocks)
-    firsts = logits.new_empty(total, blocks, dtype=torch.int32)
-    masses = logits.new_empty(total, blocks, dtype=torch.float64)
-    out = logits.new_empty(total, dtype=torch.int64)
-    per, noise, dummy = (1 if slot is None else total // max(len(slot), 1)), slot is not None, out
-    slots = dummy if slot is None else slot
-    block_mass_kernel[(total, blocks)](
-        logits, temperature, slots, tops, firsts, masses, vocab, per, DRAW_BLOCK, noise, pdl, **_launch(4, pdl)
-    )
-    draw_kernel[(total,)](
-        logits, temperature, slots, dummy if seed is None else seed, dummy if positions is None else positions,
-        dummy if u is None else u, tops, firsts, masses, out, vocab, per, blocks, power_of_two(blocks), DRAW_BLOCK, noise,
-        CHOOSE, pdl, **_launch(8, pdl),
-    )
-    return out
-
-
-def _launch(warps: int, pdl: int) -> dict[str, Any]:
+def launch_options(warps: int, pdl: int) -> dict[str, Any]:
+    """Triton's own arguments of a launch."""
     return {"num_warps": warps, "launch_pdl": True} if pdl else {"num_warps": warps}

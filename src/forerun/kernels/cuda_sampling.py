@@ -1,0 +1,298 @@
+"""Sampling in a decode step as Triton launches: the noise, the filters and the draw. Knows logits, and for each slot a seed, a
+temperature and filters; nothing of requests.
+
+The twins in torch are verify/noise.py, verify/filters.py and verify/sampling.py. What min_p, top_k and top_p keep is found
+without sorting: all three keep the likeliest tokens, so what is sought is one logit of the row, and it is found by halves.
+
+Nothing waits for the host. With pdl a launch may start while its predecessor runs, see cuda_products.py: they read seeds,
+temperatures, filters and positions before they wait, so none of that may come from the launch directly before them.
+"""
+
+# Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
+# mypy: disable-error-code="no-untyped-def,assignment"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forerun.kernels.cuda_products import power_of_two, wait
+from forerun.kernels.cuda_step import launch_options
+from forerun.verify.noise import CHOOSE
+
+DRAW_BLOCK = 2048  # logits that a program adds up; a draw rounds alike in every batch only if this never changes
+FLOOR_BLOCK = 8192  # logits that a floor's program looks at together; with so many warps they just fit its registers
+FLOOR_WARPS = 16
+
+
+class Filters(NamedTuple):
+    """Of each slot: temperature, min_p, top_p: [S] float64; top_k: [S] int64, 0 for none."""
+
+    temperature: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+
+@triton.jit
+def _mix(x):
+    """The finaliser of SplitMix64, on uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _uniform(seed, position, PURPOSE: tl.constexpr):
+    """noise.uniform, bit for bit. seed, position: int64 -> float64"""
+    keyed: tl.constexpr = PURPOSE * 0xD1342543DE82EF95 % (1 << 64)
+    state = _mix(seed.to(tl.uint64, bitcast=True) + keyed)
+    bits = _mix(state + (position + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15)
+    return ((bits >> 12).to(tl.int64, bitcast=True).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
+
+
+@triton.jit(do_not_specialize=["N"])
+def uniform_kernel(
+    seeds, slots, positions, out, N, PURPOSE: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr
+):
+    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    wait(PDL)
+    seed = tl.load(seeds + tl.load(slots + i, mask=i < N, other=0), mask=i < N, other=0)
+    tl.store(out + i, _uniform(seed, tl.load(positions + i, mask=i < N, other=0), PURPOSE), mask=i < N)
+
+
+@triton.jit
+def _temperature(temperatures, slots, row, PER, NOISE: tl.constexpr):
+    """Of a row of logits, and its slot, which PER rows share. Without NOISE each row has a temperature of its own."""
+    slot = row
+    if NOISE:
+        slot = tl.load(slots + row // PER)
+    return tl.load(temperatures + slot).to(tl.float32), slot
+
+
+@triton.jit
+def _mass(x, top, temperature):
+    """exp((x - top) / temperature), at most 1; 0 where x is -inf, also if all are."""
+    return tl.exp((x - tl.where(top == float("-inf"), 0.0, top)) / temperature)
+
+
+@triton.jit
+def _row(pointers, there):
+    """Logits, a NaN as the largest there is, as in torch; -inf where there are none."""
+    x = tl.load(pointers, mask=there, other=float("-inf"))
+    return tl.where(x != x, float("inf"), x)
+
+
+@triton.jit
+def _key(x):
+    """An integer in the order of the float32s."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _unkey(key):
+    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sums(row, V, least, top, temperature, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the tokens whose key is at least `least`: their number, or their mass with MASS, and the smallest key; and the largest
+    key of the others."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    above = tl.full((BLOCK,), 2147483647, tl.int32)
+    below = tl.full((BLOCK,), -2147483648, tl.int32)
+    for start in range(0, V, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        x = _row(row + v, v < V)
+        key = _key(x)
+        kept = (v < V) & (key >= least)
+        if MASS:
+            total += tl.where(kept, _mass(x, top, temperature).to(tl.float64), 0.0)
+        else:
+            total += tl.where(kept, 1.0, 0.0)
+        above = tl.minimum(above, tl.where(kept, key, 2147483647))
+        below = tl.maximum(below, tl.where((v < V) & (key < least), key, -2147483648))
+    return tl.sum(total, 0), tl.min(above, 0).to(tl.int64), tl.max(below, 0).to(tl.int64)
+
+
+@triton.jit
+def _largest(row, V, low, high, goal, top, temperature, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest of the keys low .. high - 1 that occur such that the tokens from it on reach the goal in number or mass; low
+    if none does. By halves, each time to a key that occurs."""
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        total, above, below = _sums(row, V, middle, top, temperature, MASS, BLOCK)
+        if total >= goal:
+            low = above
+        else:
+            high = tl.minimum(high, below + 1)
+    return low
+
+
+@triton.jit(do_not_specialize=["PER"])
+def floor_kernel(
+    logits, temperatures, min_ps, top_ks, top_ps, slots, floors, V, PER, BLOCK: tl.constexpr, NOISE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The smallest logit of a row that min_p, top_k and top_p keep: filters.thresholds without sorting."""
+    row = tl.program_id(0).to(tl.int64)
+    heat, slot = _temperature(temperatures, slots, row, PER, NOISE)
+    min_p, top_k, top_p = tl.load(min_ps + slot), tl.load(top_ks + slot), tl.load(top_ps + slot)
+    wait(PDL)
+    mine = logits + row * V
+    floor = tl.full((), float("-inf"), tl.float32)
+    if (heat > 0) & ((min_p > 0) | (top_k > 0) | (top_p < 1)):
+        highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for start in range(0, V, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            highest = tl.maximum(highest, _row(mine + v, v < V))
+        top = tl.max(highest, 0)
+        if (top > float("-inf")) & (top < float("inf")):
+            high = _key(top).to(tl.int64) + 1
+            low = _key(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
+            if min_p > 0:
+                low = _key((top.to(tl.float64) + tl.load(temperatures + slot) * tl.log(min_p)).to(tl.float32)).to(tl.int64)
+            if (top_k > 0) & (top_k < V):
+                kth = _largest(mine, V, low - 1, high, top_k.to(tl.float64), top, heat, False, BLOCK)
+                low = tl.maximum(low, kth)
+            if top_p < 1:
+                total, _, _ = _sums(mine, V, low, top, heat, True, BLOCK)
+                low = _largest(mine, V, low, high, top_p * total, top, heat, True, BLOCK)
+            floor = _unkey(low.to(tl.int32))
+    tl.store(floors + row, floor)
+
+
+@triton.jit(do_not_specialize=["PER"])
+def block_mass_kernel(
+    logits, temperatures, slots, floors, tops, firsts, masses, V, PER, BLOCK: tl.constexpr, NOISE: tl.constexpr,
+    FLOOR: tl.constexpr, PDL: tl.constexpr
+):
+    """Of a block of a row's logits: the largest, where it is first, and the sum of exp((x - largest) / temperature). FLOOR: of
+    those from the row's floor on."""
+    row, b = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, _ = _temperature(temperatures, slots, row, PER, NOISE)
+    v = b * BLOCK + tl.arange(0, BLOCK)
+    wait(PDL)
+    x = _row(logits + row * V + v, v < V)
+    if FLOOR:
+        x = tl.where(x >= tl.load(floors + row), x, float("-inf"))
+    top = tl.max(x, 0)
+    to = row * tl.num_programs(1) + b
+    tl.store(tops + to, top)
+    tl.store(firsts + to, tl.min(tl.where(x == top, v, 2147483647), 0))
+    if temperature > 0:
+        tl.store(masses + to, tl.sum(_mass(x, top, temperature).to(tl.float64), 0))
+
+
+@triton.jit(do_not_specialize=["PER"])
+def draw_kernel(
+    logits, temperatures, slots, seeds, positions, noise, floors, tops, firsts, masses, out, V, PER, BLOCKS: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, NOISE: tl.constexpr, FLOOR: tl.constexpr, PURPOSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The token of a row: find the block in which the sums pass u times their total, then the token in it."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, slot = _temperature(temperatures, slots, row, PER, NOISE)
+    b = tl.arange(0, LANES)
+    if NOISE:
+        u = _uniform(tl.load(seeds + slot), tl.load(positions + row) + 1, PURPOSE)
+    else:
+        u = tl.load(noise + row)
+    wait(PDL)
+    top = tl.load(tops + row * BLOCKS + b, mask=b < BLOCKS, other=float("-inf"))
+    first = tl.load(firsts + row * BLOCKS + b, mask=b < BLOCKS, other=2147483647)
+    highest = tl.max(top, 0)
+    choice = tl.min(tl.where(top == highest, first, 2147483647), 0)
+    if (temperature > 0) & (highest > float("-inf")) & (highest < float("inf")):
+        scale = tl.exp((top - highest) / temperature).to(tl.float64)
+        mass = tl.load(masses + row * BLOCKS + b, mask=b < BLOCKS, other=0.0) * scale
+        passed = tl.cumsum(mass, 0)
+        target = u * tl.max(passed, 0)
+        # the first past the target; should rounding leave none there, the last that holds any mass
+        last = tl.max(tl.where(mass > 0, b, 0), 0)
+        mine = tl.minimum(tl.min(tl.where((mass > 0) & (passed > target), b, LANES), 0), last)
+        own = b == mine
+        before = tl.sum(tl.where(own, passed - mass, 0.0), 0)
+        by = tl.sum(tl.where(own, scale, 0.0), 0)
+        v = mine * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * V + v, mask=v < V, other=float("-inf"))
+        if FLOOR:
+            x = tl.where(x >= tl.load(floors + row), x, float("-inf"))
+        part = _mass(x, tl.max(x, 0), temperature)
+        passed = before + by * tl.cumsum(part.to(tl.float64), 0)
+        last = tl.max(tl.where(part > 0, v, 0), 0)
+        choice = tl.minimum(tl.min(tl.where((part > 0) & (passed > target), v, 2147483647), 0), last)
+    tl.store(out + row, choice.to(tl.int64))
+
+
+def uniform(seed: Tensor, slot: Tensor, position: Tensor, purpose: int, pdl: int = 0) -> Tensor:
+    """noise.uniform with the slots' seeds. seed: [S] int64; slot, position: [N] int64 -> [N] float64"""
+    out = seed.new_empty(len(slot), dtype=torch.float64)
+    options = launch_options(4, pdl)
+    uniform_kernel[(triton.cdiv(len(slot), 128),)](seed, slot, position, out, len(slot), purpose, 128, pdl, **options)
+    return out
+
+
+def floors(logits: Tensor, by: Filters, pdl: int = 0) -> Tensor:
+    """The smallest logit that the filters keep of each row, -inf where nothing is filtered or the temperature is 0.
+    logits: [N,V] float32; by: a value for each row -> [N] float32"""
+    return _floors(logits, by, None, 1, pdl)
+
+
+def draw_tempered(logits: Tensor, temperature: Tensor, u: Tensor, pdl: int = 0) -> Tensor:
+    """A token of softmax(logits / temperature) by inverse CDF, the argmax where the temperature is 0 or the largest logit is
+    not finite (a NaN counts as the largest). logits: [N,V] float32; temperature, u: [N] float64 -> [N] int64
+
+    The rule is noise.draw's: the first token whose cumulative sum exceeds u times the total. The sums are of blocks first,
+    in float64, so a u at the very edge between two tokens may fall the other way than there."""
+    return _draw(logits, temperature, None, None, None, u, None, pdl)
+
+
+def choose(
+    logits: Tensor, slot: Tensor, positions: Tensor, seed: Tensor, by: Filters, filtered: bool = False, pdl: int = 0
+) -> Tensor:
+    """The target's choices, drawn with the noise of (seed, position, CHOOSE) from what the temperature and, with filtered,
+    min_p, top_k and top_p make of the logits. logits: [B(W+1),V] float32; slot: [B] int64; positions: [B(W+1)] int64, of
+    the tokens that were read, so that the chosen one stands one further; seed: [S] int64; by: a value for each slot
+    -> [B(W+1)] int64"""
+    kept = _floors(logits, by, slot, len(logits) // max(len(slot), 1), pdl) if filtered else None
+    return _draw(logits, by.temperature, slot, positions, seed, None, kept, pdl)
+
+
+def _floors(logits: Tensor, by: Filters, slot: Tensor | None, per: int, pdl: int) -> Tensor:
+    total, vocab = logits.shape
+    out = logits.new_empty(total)
+    floor_kernel[(total,)](
+        logits, by.temperature, by.min_p, by.top_k, by.top_p, out if slot is None else slot, out, vocab, per,
+        min(FLOOR_BLOCK, max(power_of_two(vocab), 128)), slot is not None, pdl, **launch_options(FLOOR_WARPS, pdl),
+    )
+    return out
+
+
+def _draw(
+    logits: Tensor, temperature: Tensor, slot: Tensor | None, positions: Tensor | None, seed: Tensor | None, u: Tensor | None,
+    kept: Tensor | None, pdl: int,
+) -> Tensor:
+    total, vocab = logits.shape
+    blocks = triton.cdiv(vocab, DRAW_BLOCK)
+    tops = logits.new_empty(total, blocks)
+    firsts = logits.new_empty(total, blocks, dtype=torch.int32)
+    masses = logits.new_empty(total, blocks, dtype=torch.float64)
+    out = logits.new_empty(total, dtype=torch.int64)
+    per, noise, dummy = (1 if slot is None else total // max(len(slot), 1)), slot is not None, out
+    slots, least = (dummy if slot is None else slot), (tops if kept is None else kept)
+    block_mass_kernel[(total, blocks)](
+        logits, temperature, slots, least, tops, firsts, masses, vocab, per, DRAW_BLOCK, noise, kept is not None, pdl,
+        **launch_options(4, pdl),
+    )
+    draw_kernel[(total,)](
+        logits, temperature, slots, dummy if seed is None else seed, dummy if positions is None else positions,
+        dummy if u is None else u, least, tops, firsts, masses, out, vocab, per, blocks, power_of_two(blocks), DRAW_BLOCK,
+        noise, kept is not None, CHOOSE, pdl, **launch_options(8, pdl),
+    )
+    return out
