@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from forerun.bench.record import Facts
 from forerun.types import SettingError
 
 TAIL = 25  # lines of the log that are shown when a server does not come up
+ERROR = re.compile(r"\b\w*(Error|Exception): \S")
 SECRET = ("key", "token", "secret", "password")
 
 
@@ -152,8 +154,14 @@ class Server:
         return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
     def _tail(self) -> str:
-        lines = self.log().splitlines()[-TAIL:]
-        return "\nThe end of its log:\n" + "\n".join(f"  {line}" for line in lines) if lines else " It logged nothing."
+        """The end of the log, and the first error in it if that is further up: of several processes the one that failed first
+        is seldom the one that speaks last."""
+        lines = self.log().splitlines()
+        if not lines:
+            return " It logged nothing."
+        first = next((line for line in lines[:-TAIL] if ERROR.search(line)), None)
+        cause = f"\nThe first error in its log:\n  {first.strip()}" if first else ""
+        return cause + "\nThe end of its log:\n" + "\n".join(f"  {line}" for line in lines[-TAIL:])
 
 
 def _until_gone(process: subprocess.Popen[bytes], seconds: float) -> None:
