@@ -216,7 +216,8 @@ def test_a_server_that_does_not_come_up_says_why() -> None:
 def test_the_first_error_of_a_long_log_is_shown(tmp_path: Path) -> None:
     said = ["print('(EngineCore) ValueError: 3.4 GiB of memory are not there')", "[print('then', i) for i in range(99)]"]
     (tmp_path / "speaks.py").write_text("\n".join([*said, "print('RuntimeError: see above'); raise SystemExit(1)"]))
-    server = Server(launch(f'engine = "vllm"\ncommand = ["python", "{tmp_path}/speaks.py"]\nserved = "t"\nready = "/"\n'), BASELINE)
+    text = f'engine = "vllm"\ncommand = ["python", "{tmp_path}/speaks.py"]\nserved = "t"\nready = "/"\n'
+    server = Server(launch(text), BASELINE)
     with pytest.raises(SettingError, match=r"memory are not there[\s\S]*then 98\n  RuntimeError: see above$") as found:
         asyncio.run(server.start())
     assert "then 50" not in str(found.value)
