@@ -84,7 +84,6 @@ def test_products(run: CudaKernels, monkeypatch, tokens: int, k: int, cut: Tiles
     logits = run.norm_logits(x, norm, EPS, weight)
     assert logits.dtype == torch.float32
     close(logits, wide(reference.norm_logits, x, norm, EPS, weight))
-    assert torch.equal(run.norm_argmax(x, norm, EPS, weight), logits.argmax(-1))
 
 
 def test_a_cut_fits_the_shared_memory() -> None:
@@ -109,7 +108,6 @@ def test_more_tokens_than_a_tile_take_the_library_product(run: CudaKernels) -> N
     close(run.linear_add(x, both, None, residual), wide(reference.linear_add, x, both, None, residual))
     logits = run.norm_logits(x, norm, EPS, both)
     close(logits, wide(reference.norm_logits, x, norm, EPS, both))
-    assert torch.equal(run.norm_argmax(x, norm, EPS, both), logits.argmax(-1))
 
 
 def test_rms_norm_rounds_as_the_twin(run: CudaKernels) -> None:
@@ -240,7 +238,7 @@ from forerun.kernels import cuda_attention as attention, cuda_products as produc
 
 def check(kernel, **constants):
     given = dict(
-        positions="*i64", table="*i32", row_start="*i32", arrived="*i32", best="*i32", cos="*fp32", sin="*fp32", part="*fp32",
+        positions="*i64", table="*i32", row_start="*i32", arrived="*i32", cos="*fp32", sin="*fp32", part="*fp32",
         part_top="*fp32", part_total="*fp32", eps="fp32", scale="fp32", T="i32", R="i32", TABLE="i32",
     )
     types = {name: "constexpr" if name in constants else given.get(name, "*bf16") for name in kernel.arg_names}
@@ -253,7 +251,7 @@ for pdl in (0, 1, 2):
 check(attention.rotate_kernel, **heads, RP=2)
 del heads["NORM"], heads["HP"]
 check(attention.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64)
-product = dict(N=64, K=96, BM=16, BN=16, NORM=True, GATE=True, ADD=False, BIAS=False, BEST=False)
+product = dict(N=64, K=96, BM=16, BN=16, NORM=True, GATE=True, ADD=False, BIAS=False)
 for pdl in (1, 2):
     check(products.whole_kernel, **product, PARTS=3, WIDTH=64, SPLIT=4, PDL=pdl)
     check(products.loop_kernel, **product, STEP=64, SPLIT=1, AHEAD=64, PDL=pdl)

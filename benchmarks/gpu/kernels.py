@@ -304,7 +304,7 @@ class Step:
         ids = torch.randint(self.model.vocabulary, (rows * width,), device=DEVICE)
         return Batch(ids, positions, starts, table, torch.arange(rows * width, device=DEVICE))
 
-    def forward(self, run: Any, batch: Batch, without: str = "", argmax: bool = False, chained: bool = True) -> Tensor:
+    def forward(self, run: Any, batch: Batch, without: str = "", chained: bool = True) -> Tensor:
         """`without` leaves one kind of launch out, to see what it costs in the chain; chained: from the second layer on each
         launch lets the next begin at once, as the model does it."""
         x = torch.nn.functional.embedding(batch.ids, self.embedding)
@@ -332,8 +332,6 @@ class Step:
         run = first
         if without == "head":
             return x
-        if argmax:
-            return run.norm_argmax(x, self.norm, EPS, self.embedding)
         return run.norm_logits(x, self.norm, EPS, self.embedding)
 
 
@@ -434,7 +432,6 @@ def time_steps(step: Step, brief: bool) -> list[dict[str, Any]]:
         record: dict[str, Any] = {"model": step.model.name, "rows": rows, "width": width, "context": context}
         record["ms"], record["spread"] = graph_ms(lambda: step.forward(run, batch))
         if rows == 1 and context == 512:
-            record["argmax_ms"], _ = graph_ms(lambda: step.forward(run, batch, argmax=True))
             record["part_ms"] = {
                 part: round(record["ms"] - graph_ms(lambda: step.forward(run, batch, without=part), 3)[0], 4) for part in PARTS
             }
@@ -499,7 +496,7 @@ def main() -> None:
         save()
     for r in result["steps"]:
         bar = next(m.bar for m in MODELS if m.name == r["model"])
-        extra = f"  bar {bar}  argmax {r['argmax_ms']:.3f}  {r['part_ms']}" if "argmax_ms" in r else ""
+        extra = f"  bar {bar}  {r['part_ms']}" if "part_ms" in r else ""
         ours = f"{r['ms']:.3f} ms (spread {r['spread']:.1%}), unchained {r['unchained_ms']:.3f}, vendor {r['vendor_ms']:.3f}"
         print(f"{r['model']:13} {r['rows']:2} x {r['width']} at {r['context']}: {ours}{extra}")
 

@@ -49,6 +49,7 @@ class Graphs:
         self._given: dict[int, Tensor] = {}  # rows -> [4,R], as Body.prefill takes it
         self._now: dict[int, tuple[list[int], list[int]]] = {}  # what these hold
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self.device)  # one for all: the vendor's products keep a workspace for each stream
         self._grown = body.sampling.grown
 
     def run(self, key: Key, slot: list[int], k: list[int]) -> Report:
@@ -110,14 +111,13 @@ class Graphs:
         """Do the work once, for nobody, so that everything it needs is compiled and there, then record it."""
         start = time.perf_counter()
         torch.cuda.synchronize(self.device)
-        stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._stream):
             work()
-        stream.synchronize()
+        self._stream.synchronize()
         torch.cuda.empty_cache()  # of what that took, so that what the graph takes can be seen
         free = torch.cuda.mem_get_info(self.device)[0]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             report = work()
         torch.cuda.synchronize(self.device)
         self.seconds += time.perf_counter() - start

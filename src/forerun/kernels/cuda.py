@@ -107,18 +107,6 @@ class CudaKernels:
         self._normed_product(self._cut(weight, x.shape[0]), x, norm, eps, weight, None, out)
         return out
 
-    def norm_argmax(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        """The index of the largest logit, of equals the first, without storing the logits.  [N,H] -> [N] int64"""
-        total = x.shape[0]
-        if total > self.few:
-            return self.argmax(self.norm_logits(x, norm, eps, weight))
-        tiles = self._cut(weight, total)
-        blocks = triton.cdiv(weight.shape[0], tiles.columns)
-        tops = x.new_empty(total, blocks, dtype=torch.float32)
-        firsts = x.new_empty(total, blocks, dtype=torch.int32)
-        self._normed_product(tiles, x, norm, eps, weight, None, tops, firsts)
-        return self._best(tops, firsts)
-
     def argmax(self, logits: Tensor) -> Tensor:
         """The index of each row's largest logit, of equals the first.  [N,V] -> [N] int64"""
         total, v = logits.shape
@@ -126,7 +114,9 @@ class CudaKernels:
         tops = logits.new_empty(total, blocks, dtype=torch.float32)
         firsts = logits.new_empty(total, blocks, dtype=torch.int32)
         products.block_best_kernel[(total, blocks)](logits, tops, firsts, v, 4096, self.pdl, **self._launch())
-        return self._best(tops, firsts)
+        out = firsts.new_empty(total, dtype=torch.int64)
+        products.best_kernel[(total,)](tops, firsts, out, blocks, power_of_two(blocks), self.pdl, **self._launch())
+        return out
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -153,18 +143,12 @@ class CudaKernels:
 
     def _normed_product(
         self, tiles: Tiles, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, out: Tensor,
-        best: Tensor | None = None, gate: bool = False,
+        gate: bool = False,
     ) -> None:
         if tiles.apart:
-            launch(tiles, self.pdl, self.rms_norm(x, norm, eps), None, eps, weight, bias, None, out, best, gate)
+            launch(tiles, self.pdl, self.rms_norm(x, norm, eps), None, eps, weight, bias, None, out, gate)
         else:
-            launch(tiles, self.pdl, x, norm, eps, weight, bias, None, out, best, gate)
-
-    def _best(self, tops: Tensor, firsts: Tensor) -> Tensor:
-        total, blocks = tops.shape
-        out = firsts.new_empty(total, dtype=torch.int64)
-        products.best_kernel[(total,)](tops, firsts, out, blocks, power_of_two(blocks), self.pdl, **self._launch())
-        return out
+            launch(tiles, self.pdl, x, norm, eps, weight, bias, None, out, gate)
 
     def _launch(self) -> dict[str, int | bool]:
         return {"num_warps": 4, "launch_pdl": True} if self.pdl else {"num_warps": 4}

@@ -1,5 +1,5 @@
 """The matrix products of a decode step as Triton kernels, each with what stands before it (the RMS norm) and after it
-(bias, residual, gate, arg-max) in the same launch. Knows tiles and launches; which tiles suit which shape is `choose`.
+(bias, residual, gate) in the same launch. Knows tiles and launches; which tiles suit which shape is `choose`.
 
 A decode step is a chain of short kernels, so what counts is how soon each can start. With programmatic dependent launch
 a kernel starts while the one before it still runs, fetches its weights, which depend on nothing, and only then waits for
@@ -108,8 +108,7 @@ def _normed(x, scale, norm, k, K: tl.constexpr):
 
 @triton.jit
 def _finish(
-    sums, bias, residual, out, best, m, n, T, block, N: tl.constexpr, BLOCKS: tl.constexpr, GATE: tl.constexpr,
-    ADD: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr,
+    sums, bias, residual, out, m, n, T, N: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
 ):
     """Round where torch's separate operations would, and store. sums: [BM,BN], with GATE [BM,2 BN], the gates first."""
     if GATE:
@@ -118,13 +117,7 @@ def _finish(
     at = m.to(tl.int64)[:, None] * N + n[None, :]
     if BIAS:
         sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if BEST:  # of this block of columns, the largest and, of equals, the first
-        sums = tl.where((n < N)[None, :], sums, float("-inf"))
-        top = tl.max(sums, 1)
-        first = tl.min(tl.where(sums == top[:, None], n[None, :], N), 1)
-        tl.store(out + m * BLOCKS + block, top, mask=m < T)
-        tl.store(best + m * BLOCKS + block, first, mask=m < T)
-    elif GATE:
+    if GATE:
         dtype: tl.constexpr = out.dtype.element_ty
         gate = sums.to(dtype).to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
@@ -149,9 +142,9 @@ def _weight_rows(block, N: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def whole_kernel(
-    x, norm, weight, bias, residual, out, best, T, eps, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, norm, weight, bias, residual, out, T, eps, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
-    BIAS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
     """All of K at once, in PARTS of WIDTH: the weights are in registers before the wait."""
     begin(PDL)
@@ -181,14 +174,14 @@ def whole_kernel(
             left = tokens[part]
         sums = tl.dot(left, tl.permute(weights[part], (0, 2, 1)), sums)
     n = block * BN + tl.arange(0, BN)
-    _finish(tl.sum(sums, 0), bias, residual, out, best, m, n, T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
+    _finish(tl.sum(sums, 0), bias, residual, out, m, n, T, N, GATE, ADD, BIAS)
 
 
 @triton.jit(do_not_specialize=["T"])
 def loop_kernel(
-    x, norm, weight, bias, residual, out, best, T, eps, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, norm, weight, bias, residual, out, T, eps, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STEP: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
-    BIAS: tl.constexpr, BEST: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
     """STEP of K at a time, in a pipeline; the first AHEAD of each row of weights are called into L2 before the wait."""
     begin(PDL)
@@ -230,7 +223,7 @@ def loop_kernel(
             folded = tl.dot(part, tl.permute(_rows(mine, rows, there, k, K, even), (0, 2, 1)), folded)
         sums = tl.sum(folded, 0)
     n = block * BN + tl.arange(0, BN)
-    _finish(sums, bias, residual, out, best, m, n, T, block, N, tl.cdiv(N, BN), GATE, ADD, BIAS, BEST)
+    _finish(sums, bias, residual, out, m, n, T, N, GATE, ADD, BIAS)
 
 
 @triton.jit
@@ -289,10 +282,9 @@ def power_of_two(n: int) -> int:
 def launch(
     tiles: Tiles, pdl: int, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
     residual: Tensor | None,
-    out: Tensor, best: Tensor | None = None, gate: bool = False,
+    out: Tensor, gate: bool = False,
 ) -> None:
-    """One product: out [T,N] of x [T,K] and weight [N,K] ([2N,K] with gate). With best, out and best are the maxima of
-    each block of columns, [T, ceil(N / columns)]."""
+    """One product: out [T,N] of x [T,K] and weight [N,K] ([2N,K] with gate)."""
     total, k = x.shape
     n = weight.shape[0] // 2 if gate else weight.shape[0]
     bm = tiles.tokens
@@ -300,11 +292,10 @@ def launch(
     dummy = x
     args = (
         x, dummy if norm is None else norm, weight, dummy if bias is None else bias, dummy if residual is None else residual,
-        out,
-        dummy if best is None else best, total, eps, n, k, bm, tiles.columns,
+        out, total, eps, n, k, bm, tiles.columns,
     )
     flags: dict[str, Any] = {
-        "NORM": norm is not None, "GATE": gate, "ADD": residual is not None, "BIAS": bias is not None, "BEST": best is not None,
+        "NORM": norm is not None, "GATE": gate, "ADD": residual is not None, "BIAS": bias is not None,
         "PDL": pdl, "num_warps": tiles.warps, **({"launch_pdl": True} if pdl else {}),
     }
     if tiles.step == 0:
