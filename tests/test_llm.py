@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,19 @@ def test_drafters_change_no_token(loaded, method: str) -> None:  # type: ignore[
         assert [o.token_ids for o in got] == [o.token_ids for o in expected]
         assert [o.text for o in got] == [o.text for o in expected]
     assert drafting.stats.drafts.drafted > 0
+
+
+def test_an_engine_is_gone_with_the_last_who_uses_it(loaded) -> None:  # type: ignore[no-untyped-def]
+    """At once: its memory may be what the next one waits for."""
+    gc.disable()
+    try:
+        one = llm(loaded, {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 2})
+        one.generate("the thing in the thing", GREEDY)
+        engine = weakref.ref(one.engine)
+        del one
+        assert engine() is None
+    finally:
+        gc.enable()
 
 
 def test_a_prediction_is_followed(loaded) -> None:  # type: ignore[no-untyped-def]

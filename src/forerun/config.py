@@ -176,7 +176,8 @@ class EngineConfig:
     None: 2048 on a CPU, 8192 on a GPU.
     max_model_len: None takes the model's. block_size: tokens of a KV page. kv_cache_tokens: tokens that the KV cache
     holds; None takes on a CPU max_num_seqs sequences of max_model_len, at most a quarter of the free memory, and on a GPU
-    gpu_memory_utilization of what weights, buffers and CUDA graphs leave free (engines that share a GPU: give each less).
+    what weights, buffers and CUDA graphs leave of gpu_memory_utilization, the share of the GPU's memory that the engine may
+    have in all (engines on one GPU: give each less).
     dtype: auto (the checkpoint's; bfloat16 on a CPU that multiplies it), float32, bfloat16 or float16.
     seed: seeds the requests that bring none. adaptive_drafts: draft no more than pays, by what steps cost and what became of
     earlier drafts (off: always as much as num_speculative_tokens allows; drawn drafts are never adapted on a CPU, so that
@@ -193,7 +194,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int = 0
     adaptive_drafts: bool = True
-    gpu_memory_utilization: float = 0.95
+    gpu_memory_utilization: float = 0.9
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
@@ -228,4 +229,4 @@ class EngineConfig:
             f"give at least one page ({self.block_size})",
         )
         share = self.gpu_memory_utilization
-        require(0 < share <= 1, "gpu_memory_utilization", share, "give a share above 0 and at most 1, for instance 0.95")
+        require(0 < share <= 1, "gpu_memory_utilization", share, "give a share above 0 and at most 1, for instance 0.9")

@@ -141,7 +141,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int = 0,
         adaptive_drafts: bool = True,
-        gpu_memory_utilization: float = 0.95,
+        gpu_memory_utilization: float = 0.9,
     ) -> None:
         """model: a local folder, a Hugging Face id, a GGUF file, the default model (None), or a model already loaded
         with LLM.load. speculative_config: vLLM's keys, as a mapping or its JSON; None decodes without drafts. The other
@@ -162,6 +162,7 @@ class LLM:
         )
         loaded = model if isinstance(model, LoadedModel) else LLM.load(model, dtype, device)
         self.model, self.tokenizer = loaded, loaded.tokenizer
+        tokenizer = loaded.tokenizer  # the engine holds this and not the LLM, which is then gone as soon as nobody uses it
         speculation = config.speculation
         drafter_model = None
         if speculation is not None and speculation.model is not None:
@@ -178,10 +179,10 @@ class LLM:
         def make_drafter(slots: Slots, mirror: Slots, sampling: SamplingState, kv: KVCache, fixed: bool) -> Drafter | None:
             if speculation is None:
                 return None
-            around = Surroundings(slots, mirror, sampling, kv, config, fixed, self.tokenizer.size, drafter_model)
+            around = Surroundings(slots, mirror, sampling, kv, config, fixed, tokenizer.size, drafter_model)
             return TABLE[speculation.method](speculation, around)
 
-        self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(self.tokenizer))
+        self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(tokenizer))
         self.engine.warm_up()
         LOG.info(self.engine.capacity())
         self._numbers = itertools.count()

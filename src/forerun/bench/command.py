@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shlex
@@ -192,6 +193,8 @@ def _embedded(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
     from forerun.llm import LLM
 
     loaded = LLM.load(options.model, options.dtype, options.device)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: a collection that walks over it takes as long as several steps
     slots = slots_of(options, plan)
 
     candidates = arms.parse(options.arms or arms.DEFAULT_ARMS)

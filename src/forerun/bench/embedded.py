@@ -100,7 +100,9 @@ def measure(
     engines: dict[str, dict[str, Any]] = {}
     finished = True
     try:
+        llms: dict[str, LLM] = {}
         for task in find(plan.tasks):
+            llms.clear()  # before others are built, which want the memory
             llms = {arm.name: build(arm) for arm in plan.arms if arm.name != CONTROL}
             if plan.control:
                 llms[CONTROL] = llms[BASELINE]

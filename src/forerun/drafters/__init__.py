@@ -16,11 +16,12 @@ from forerun.types import Draft, Request
 class Needs(NamedTuple):
     """What a drafter asks of the engine. device: it works on tensors of fixed shape only, so that a CUDA graph may
     hold it; layers: the target's hidden states it reads; kv_bytes_per_token: of keys and values of its own in the same
-    page table."""
+    page table; weight_bytes: of weights of its own."""
 
     device: bool = False
     layers: tuple[int, ...] = ()
     kv_bytes_per_token: int = 0
+    weight_bytes: int = 0
 
 
 class Rows(NamedTuple):

@@ -34,7 +34,7 @@ class DraftModel:
     ) -> None:
         """kv: as many pages as the target's; vocab: ids from here on are never drafted; limit: the drafter's context;
         budget: tokens of one of its forward passes; sampled: draw the drafts and say from what."""
-        self.needs = Needs(kv_bytes_per_token=model.kv_bytes_per_token)
+        self.needs = Needs(kv_bytes_per_token=model.kv_bytes_per_token, weight_bytes=model.bytes)
         self._model, self._kv, self._slots, self._sampling = model, kv, slots, sampling
         self._vocab, self._limit, self._budget, self._sampled = vocab, limit, budget, sampled
         self._computed = np.zeros(len(slots.length), np.int64)  # per slot: positions with valid keys and values
@@ -106,7 +106,7 @@ class DeviceDraftModel:
         self, model: Target, kv: KVCache, slots: Slots, sampling: SamplingState, vocab: int, sampled: bool
     ) -> None:
         """kv: as many pages as the target's; vocab: ids from here on are never drafted; sampled: draw the drafts."""
-        self.needs = Needs(device=True, kv_bytes_per_token=model.kv_bytes_per_token)
+        self.needs = Needs(True, kv_bytes_per_token=model.kv_bytes_per_token, weight_bytes=model.bytes)
         self._model, self._kv, self._slots, self._sampling = model, kv, slots, sampling
         self._vocab, self._sampled = vocab, sampled
 

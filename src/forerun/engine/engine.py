@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 
 from forerun.config import EngineConfig
-from forerun.drafters import Drafter
+from forerun.drafters import Drafter, Needs
 from forerun.engine.body import Body, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes, unknown_cost
 from forerun.engine.fixed import FixedStep
 from forerun.engine.graphs import Graphs, captures, fused_body
+from forerun.engine.memory import free_memory, tokens_on_gpu
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Costs, Policy
 from forerun.engine.scheduler import Scheduler, Sequence
@@ -28,7 +28,6 @@ from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
 from forerun.verify.sampling import SamplingState, check_request
 
-UNMEASURED = 0.85  # of a GPU's free memory, where steps are not captured: prompts on their way take what nobody measured
 MEASURED = 64  # positions up to which the cost of a step is measured
 MakeDrafter = Callable[[Slots, Slots, SamplingState, KVCache, bool], Drafter | None]  # see drafters/table.py
 
@@ -49,13 +48,6 @@ class EngineStats:
     output_tokens: int = 0
     preemptions: int = 0
     drafts: DraftStats = field(default_factory=DraftStats)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that the device has free."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Engine:
@@ -119,21 +111,24 @@ class Engine:
     def _default_kv_tokens(
         self, target: Target, make_drafter: MakeDrafter, detokenizer: Callable[[], Detokenizer]
     ) -> int:
-        """On a GPU what is free beside everything else, which an engine with the smallest cache shows; on a CPU what all
-        sequences can need, but no more than a quarter."""
+        """On a GPU what is left of its share beside everything else, which an engine with the smallest cache shows; on a CPU
+        what all sequences can need, but no more than a quarter of what is free."""
         config, device = self.config, target.device
         if device.type == "cuda":
-            least = self.max_model_len + config.block_size
-            trial = Engine(target, replace(config, kv_cache_tokens=least), make_drafter, detokenizer)
-            trial.capture_largest()
-            drafter, captured = trial.drafter, trial.graphs is not None
-            each = target.kv_bytes_per_token + (drafter.needs.kv_bytes_per_token if drafter is not None else 0)
             torch.cuda.empty_cache()
-            rest = free_memory(device) + trial.kv_tokens * each
-            del trial, drafter
+            free, total = torch.cuda.mem_get_info(device)
+            trial = Engine(target, replace(config, kv_cache_tokens=config.block_size), make_drafter, detokenizer)
+            trial.capture_largest()
+            needs, captured = trial.drafter.needs if trial.drafter is not None else Needs(), trial.graphs is not None
+            each = target.kv_bytes_per_token + needs.kv_bytes_per_token
+            torch.cuda.empty_cache()
+            other = max(free - free_memory(device), 0)
+            del trial
             gc.collect()
             torch.cuda.empty_cache()
-            return max(int(rest * config.gpu_memory_utilization * (1 if captured else UNMEASURED)) // each, least)
+            weights = target.bytes + needs.weight_bytes
+            share = config.gpu_memory_utilization
+            return tokens_on_gpu(total, free, share, weights, other, each, self.max_model_len, captured)
         whole = config.max_num_seqs * self.max_model_len
         affordable = free_memory(device) // 4 // target.kv_bytes_per_token
         return max(min(whole, affordable), self.max_model_len) + config.block_size
