@@ -258,7 +258,7 @@ def test_arrivals_are_written_together(folder: Path, target: Target, monkeypatch
         transfers.append(values)
         return send(values, device)
 
-    for name in ("engine.fixed", "verify.sampling"):
+    for name in ("engine.fixed", "engine.slots", "verify.sampling"):
         monkeypatch.setattr(f"forerun.{name}.send", counted)
     counts = []
     for many in (1, 7):

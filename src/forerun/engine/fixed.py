@@ -19,7 +19,7 @@ from forerun.device import mark, receive, send, send_integers
 from forerun.drafters import Rows
 from forerun.engine.body import GREEDY, Body, Key, PromptKey, PromptSizes, Report, unknown_cost
 from forerun.engine.policy import Chances, Policy, step_widths
-from forerun.engine.scheduler import Plan, PlanRow, Sequence
+from forerun.engine.scheduler import Plan, PlanRow, Sequence, new_pages
 from forerun.engine.slots import Slots
 from forerun.engine.step import Committed, Times
 from forerun.types import Logprob, Request
@@ -185,7 +185,7 @@ class FixedStep:
     def launch(self, plan: Plan) -> FixedFlight:
         start = time.perf_counter()
         self._settle()
-        self._lay_pages(plan.rows)
+        self.body.slots.lay(new_pages(plan.rows))
         decoding = [row for row in plan.rows if row.pending == 1 and row.samples]
         prompts = [row for row in plan.rows if row.pending != 1 or not row.samples] if len(decoding) < len(plan.rows) else []
         parts: list[tuple[list[PlanRow], Report]] = []
@@ -251,16 +251,6 @@ class FixedStep:
             top = next(n for n in (-1, 0, 5, 20, 100) if n >= max(wanted, default=-1))
             self._last = (sequences, (self.body.features([s.slot for s in sequences]), top))
         return self._last[1]
-
-    def _lay_pages(self, rows: list[PlanRow]) -> None:
-        """Write the pages that sequences got since last time into their block tables."""
-        grown = [s for row in rows if (s := row.sequence).laid < len(s.pages)]
-        if grown:
-            new = [(s.slot, at, s.pages[at]) for s in grown for at in range(s.laid, len(s.pages))]
-            slot, at, page = send(np.ascontiguousarray(np.array(new, dtype=np.int64).T), self.device)
-            self.body.slots.block_table[slot, at] = page.int()
-            for s in grown:
-                s.laid = len(s.pages)
 
     @staticmethod
     def _receive(report: Report) -> Report:

@@ -100,6 +100,18 @@ class Plan(NamedTuple):
     preempted: list[tuple[Sequence, int]]
 
 
+def new_pages(rows: list[PlanRow]) -> list[tuple[int, int, int]]:
+    """Of these rows' sequences the pages that are not in their slots' block tables yet, and from now on count as laid there:
+    (slot, index in its table, page) each."""
+    new = []
+    for row in rows:
+        sequence = row.sequence
+        if sequence.laid < len(sequence.pages):
+            new += [(sequence.slot, at, sequence.pages[at]) for at in range(sequence.laid, len(sequence.pages))]
+            sequence.laid = len(sequence.pages)
+    return new
+
+
 class Scheduler:
     def __init__(
         self, pages: Pages, policy: Policy, slots: int, budget: int, beyond: int = 0, widest: int | None = None

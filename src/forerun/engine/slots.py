@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.device import send
 from forerun.kernels import Batch
 
 
@@ -34,6 +35,12 @@ class Slots:
         self.tokens.view(-1).index_copy_(0, at, ids)
         self.length.index_copy_(0, slot, length)
         self.block_table.index_fill_(0, slot, 0)
+
+    def lay(self, new: list[tuple[int, int, int]]) -> None:
+        """Write pages into block tables: (slot, index in its table, page) each."""
+        if new:
+            slot, at, page = send(np.array(new, dtype=np.int64).T.copy(), self.tokens.device)
+            self.block_table[slot, at] = page.int()
 
     def catch_up(self, slot: int, ids: list[int]) -> None:
         """Append what these committed tokens, of the sequence that has the slot, have more than the slot. Slots on the CPU."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters import Drafter, Rows
-from forerun.engine.scheduler import Plan, PlanRow, Sequence
+from forerun.engine.scheduler import Plan, PlanRow, Sequence, new_pages
 from forerun.engine.slots import Slots
 from forerun.kernels import Batch
 from forerun.models.decoder import KVCache, Target
@@ -118,8 +118,7 @@ class RaggedStep:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Done:
         start = time.perf_counter()
-        for row in plan.rows:
-            self._lay_pages(row.sequence)
+        self.slots.lay(new_pages(plan.rows))
         sampling_rows = [row for row in plan.rows if row.samples]
         rows = self._rows(sampling_rows)
         draft = self._draft(rows)
@@ -135,13 +134,6 @@ class RaggedStep:
             self.slots.commit(rows.slot, verdict.tokens, verdict.count)
             committed += self._read(sampling_rows, draft, verdict, logits)
         return Done(committed, Times(drafted - start, computed - drafted, time.perf_counter() - computed))
-
-    def _lay_pages(self, sequence: Sequence) -> None:
-        """Write the pages it got since last time into its block table."""
-        new = sequence.pages[sequence.laid :]
-        if new:
-            self.slots.block_table[sequence.slot, sequence.laid : len(sequence.pages)] = torch.tensor(new, dtype=torch.int32)
-            sequence.laid = len(sequence.pages)
 
     def _rows(self, rows: list[PlanRow]) -> Rows:
         device = self.slots.length.device
