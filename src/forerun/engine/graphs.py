@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,8 +49,7 @@ class Graphs:
         self._inputs: dict[int, Tensor] = {}  # rows -> [2,B], the slots and the most each may draft
         self._given: dict[int, Tensor] = {}  # rows -> [4,R], as Body.prefill takes it
         self._now: dict[int, tuple[list[int], list[int]]] = {}  # what these hold
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(self.device)  # one for all: the vendor's products keep a workspace for each stream
+        self._shared: tuple[Any, torch.cuda.Stream] | None = None  # the graphs' memory pool, the stream they are recorded on
         self._grown = body.sampling.grown
 
     def run(self, key: Key, slot: list[int], k: list[int]) -> Report:
@@ -110,14 +110,17 @@ class Graphs:
     def _record(self, work: Callable[[], Report]) -> tuple[torch.cuda.CUDAGraph, Report]:
         """Do the work once, for nobody, so that everything it needs is compiled and there, then record it."""
         start = time.perf_counter()
+        if self._shared is None:  # one for all graphs: the vendor's products keep a workspace for each stream
+            self._shared = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device))
+        pool, stream = self._shared
         torch.cuda.synchronize(self.device)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             work()
-        self._stream.synchronize()
+        stream.synchronize()
         torch.cuda.empty_cache()  # of what that took, so that what the graph takes can be seen
         free = torch.cuda.mem_get_info(self.device)[0]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             report = work()
         torch.cuda.synchronize(self.device)
         self.seconds += time.perf_counter() - start

@@ -1,0 +1,142 @@
+"""An engine whose steps are captured, against the twin that runs them one operation after the other. Without a GPU the kernels
+run under Triton's interpreter, in float32, and a graph is the work done again into the same tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions and ours are defined, at the imports below
+pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, which is not installed")
+if torch.cuda.is_available():
+    pytest.skip("tests/test_device.py captures there", allow_module_level=True)
+
+from forerun.config import EngineConfig, Speculation
+from forerun.drafters.ngram import DeviceNgram
+from forerun.engine import engine as engines
+from forerun.engine.body import Report
+from forerun.engine.engine import Engine
+from forerun.engine.fixed import FixedStep
+from forerun.engine.fused import FusedBody
+from forerun.engine.graphs import Graphs
+from forerun.kernels import reference
+from forerun.kernels.cuda import CudaKernels
+from forerun.models.config import ModelConfig, Rope
+from forerun.models.decoder import Target
+from forerun.types import Event, Request, SamplingParams
+from tests.test_cuda_kernels import interpreter_that_numpy_allows  # noqa: F401  (a fixture for all tests here)
+
+NGRAM = Speculation("ngram", 3, 1, 3)
+
+
+class Again:
+    """In place of a CUDA graph: does the work anew, and leaves what it reports where the first time left it."""
+
+    def __init__(self, work: Callable[[], Report], report: Report) -> None:
+        self.work, self.report = work, report
+
+    def replay(self) -> None:
+        report = self.work()
+        for old, new in zip(self.report[:2], report[:2], strict=True):
+            old.copy_(new)
+        for old, new in zip(self.report.noted or (), report.noted or (), strict=True):
+            old.copy_(new)
+
+
+def copied(report: Report) -> Report:
+    """As the transfer to the host copies it, which is none on a CPU."""
+    noted = report.noted and tuple(part.clone() for part in report.noted)
+    return Report(report.tokens.clone(), report.counts.clone(), noted)  # type: ignore[arg-type]
+
+
+class Repeated(Graphs):
+    def run(self, key, slot, k):  # type: ignore[no-untyped-def]
+        return copied(super().run(key, slot, k))
+
+    def run_prompts(self, key, given):  # type: ignore[no-untyped-def]
+        return copied(super().run_prompts(key, given))
+
+    def _record(self, work):  # type: ignore[no-untyped-def]
+        report = work()
+        return Again(work, report), report
+
+    @staticmethod
+    def _time(graph: object) -> float:
+        return 1.0
+
+
+class NoText:
+    def push(self, ids: list[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def target(captured: bool) -> Target:
+    """One layer, and so few tokens that what it says is soon found earlier in the text."""
+    shape = ModelConfig(13, 32, 48, 1, 2, 1, 16, 64, 1e-5, Rope(1e4), tied=True)
+    return Target.random(shape, torch.float32, "cpu", CudaKernels("cpu") if captured else reference, seed=3)
+
+
+def answers(it: Engine, requests: list[Request]) -> dict[str, list[Event]]:
+    found: dict[str, list[Event]] = {one.id: [] for one in requests}
+    for one in requests:
+        it.add(one)
+    while it.has_work:
+        for event in it.step():
+            found[event.request_id].append(event)
+    return found
+
+
+def request(name: str, prompt: list[int], tokens: int, **params: object) -> Request:
+    given = SamplingParams(**{"temperature": 0.0, "max_tokens": tokens} | params)  # type: ignore[arg-type]
+    return Request(name, tuple(prompt), given, tokens, 11 + len(name), (2,))
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_captured_steps_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Requests that come and go, more than there are slots: the same tokens, logprobs and drafts, step by step the same."""
+    again = [5, 6, 7, 5, 6]
+    requests = [request("a", again, 8), request("bb", [9, 8, 7], 3), request("ccc", again * 2, 5, logprobs=2)]
+    if kind == "sampled":
+        requests = [
+            request("a", again, 6, temperature=0.9, top_p=0.8),
+            request("bb", again, 4, temperature=0.7, top_k=5, min_p=0.01, presence_penalty=0.3),
+            request("ccc", [4] * 5, 5, temperature=1.2),
+        ]
+    config = EngineConfig(max_model_len=48, max_num_seqs=2, kv_cache_tokens=128, block_size=8, speculation=NGRAM)
+    seen = []
+    for captured in (False, True):
+        monkeypatch.setattr(engines, "captures", lambda target, captured=captured: captured)
+        monkeypatch.setattr(engines, "Graphs", Repeated)
+        it = Engine(target(captured), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, fixed=True)
+        found = answers(it, requests)
+        ids = {name: [token for event in events for token in event.tokens] for name, events in found.items()}
+        reasons = {name: events[-1].finish_reason for name, events in found.items()}
+        drafts = it.stats.drafts
+        seen.append((ids, reasons, drafts.drafted, drafts.accepted, it.stats.steps))
+        assert drafts.drafted > 0
+        noted = [entry for events in found.values() for event in events for entry in event.logprobs]
+        assert len(noted) == (len(ids["ccc"]) if kind == "greedy" else 0)
+        if captured:
+            assert isinstance(it._step, FixedStep) and isinstance(it._step.body, FusedBody)
+            assert it.graphs is not None and len(it.graphs._graphs) > 1 and it.graphs._prompts
+    assert seen[0] == seen[1]
+
+
+def test_warming_up_captures_what_greedy_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "captures", lambda target: True)
+    monkeypatch.setattr(engines, "Graphs", Repeated)
+    config = EngineConfig(max_model_len=24, max_num_seqs=2, kv_cache_tokens=64, block_size=8, speculation=NGRAM)
+    it = Engine(target(True), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, fixed=True)
+    it.warm_up()
+    assert it.graphs is not None
+    before = (set(it.graphs._graphs), set(it.graphs._prompts))
+    assert {(key.rows, key.width) for key in before[0]} == {(1, 0), (1, 3), (2, 0), (2, 3)} == set(it.graphs.costs)
+    answers(it, [request("a", [5, 6, 5, 6], 4), request("b", [7, 8, 7, 8], 3)])
+    assert (set(it.graphs._graphs), set(it.graphs._prompts)) == before
