@@ -170,6 +170,28 @@ def test_decode_attention(run: CudaKernels, width: int, shape: AttentionShape, c
     check_attention(run.bounded(width, context), [(first, width) for first in firsts], shape, norms=shape.head_dim == 32)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("context", [100, 512])
+def test_decode_attention_of_rows_of_several_lengths(run: CudaKernels, shape: AttentionShape, context: int) -> None:
+    """Padding behind the last row is nobody's: what is there reaches neither the pages nor the others."""
+    firsts = (0, 63, 90, 40) if context == 100 else (0, 125, 300, 127)
+    rows = list(zip(firsts, (1, 5, 2, 9), strict=True))
+    check_attention(run.bounded(9, context, ragged=True), rows, shape, norms=shape.head_dim == 32)
+    batch, (keys, values) = paged(rows, shape, 8)
+    heads, kv, dim = shape[:3]
+    angle = torch.outer(torch.arange(512.0), 10 ** -torch.linspace(0, 3, dim // 2)).to(DEVICE)
+    qkv = random(17 + 3, (heads + 2 * kv) * dim, seed=9)
+    qkv[17:] = torch.nan
+    padded = batch._replace(positions=torch.cat((batch.positions, batch.positions.new_zeros(3))))
+    found = []
+    for given, theirs in ((qkv, padded), (qkv[:17], batch)):
+        own = (keys.clone(), values.clone())
+        ragged = run.bounded(9, context, ragged=True)
+        found.append((ragged.attend(given, shape, angle.cos(), angle.sin(), None, None, *own, theirs)[:17], *own))
+    for with_padding, without in zip(*found, strict=True):
+        assert torch.equal(with_padding, without)
+
+
 @pytest.mark.parametrize("context", [100, 512])
 def test_a_verify_step_attends_to_the_bit_as_plain_steps_do(run: CudaKernels, context: int) -> None:
     shape, first, width = AttentionShape(6, 2, 16, 0, EPS), 60 if context == 100 else 253, 5
@@ -247,7 +269,8 @@ def check(kernel, **constants):
 heads = dict(HEADS=4, KV=2, D=32, DP=32, HP=16, BM=16, BLOCK=16, NORM=True, FAR=True)
 decode = dict(heads, WIDTH=5, QUERIES=1, TOKENS=8, BN=32, SPLITS=4, LEAST=1, WINDOW=64, AT_ONCE=2)
 for pdl in (0, 1, 2):
-    check(attention.decode_kernel, **decode, PDL=pdl)
+    for ragged in (False, True):
+        check(attention.decode_kernel, **decode, RAGGED=ragged, PDL=pdl)
 check(attention.rotate_kernel, **heads, RP=2)
 del heads["NORM"], heads["HP"]
 check(attention.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,6 +130,29 @@ def test_captured_steps_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch, k
     assert seen[0] == seen[1]
 
 
+class Sharing(Repeated):
+    """Where steps in which the rows share their drafts look cheapest."""
+
+    def cost(self, rows: int, width: int, drafts: int | None) -> float | None:
+        return 1.0 if drafts is not None or width == 0 else 9.0
+
+
+def test_rows_that_share_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of six rows with drafts for some of them, captured, say what the host's ragged steps say without any."""
+    requests = [request("x" * (i + 1), [i, 6, 7, i, 6], 6, temperature=0.6 * (i % 2)) for i in range(6)]
+    monkeypatch.setattr(engines, "captures", lambda target: True)
+    monkeypatch.setattr(engines, "Graphs", Sharing)
+    config = EngineConfig(max_model_len=24, max_num_seqs=6, kv_cache_tokens=256, block_size=8, speculation=NGRAM)
+    plain = replace(config, speculation=None)
+    it = Engine(target(True), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, fixed=True)
+    got, want = (answers(one, requests) for one in (it, Engine(target(False), plain, lambda *_: None, NoText, fixed=False)))
+    for one in requests:
+        assert [t for e in got[one.id] for t in e.tokens] == [t for e in want[one.id] for t in e.tokens]
+    assert it.graphs is not None
+    ran = {key.drafts for key in it.graphs._graphs}
+    assert 10 in ran and it.stats.drafts.accepted > 0, "16 tokens for six rows: ten drafts"
+
+
 def test_warming_up_captures_what_greedy_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "captures", lambda target: True)
     monkeypatch.setattr(engines, "Graphs", Repeated)
@@ -137,6 +161,7 @@ def test_warming_up_captures_what_greedy_requests_need(monkeypatch: pytest.Monke
     it.warm_up()
     assert it.graphs is not None
     before = (set(it.graphs._graphs), set(it.graphs._prompts))
-    assert {(key.rows, key.width) for key in before[0]} == {(1, 0), (1, 3), (2, 0), (2, 3)} == set(it.graphs.costs)
+    shapes = {(key.rows, key.width, key.drafts) for key in before[0]}
+    assert shapes == {(1, 0, None), (1, 3, None), (2, 0, None), (2, 3, None)} == set(it.graphs.costs)
     answers(it, [request("a", [5, 6, 5, 6], 4), request("b", [7, 8, 7, 8], 3)])
     assert (set(it.graphs._graphs), set(it.graphs._prompts)) == before

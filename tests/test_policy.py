@@ -93,6 +93,16 @@ def test_the_width_of_a_step_is_worth_its_cost(middle: float, wide: float, width
     assert Policy.step_width((0, 4, 8), chances, lambda _: None) == 0
 
 
+def test_shared_drafts_go_to_the_likeliest_rows() -> None:
+    chances = [Chances() for _ in range(5)]
+    for row, rate, found in zip(chances, (0.2, 0.9, 0.5, 0.8, 0.99), (4, 4, None, 2, 0), strict=True):
+        row.rate, row.found = rate, found
+    shares, expected = Policy.shared(chances, [4, 3, 4, 4, 4], 8)
+    assert shares == [0, 3, 3, 2, 0], "as many as may be, as many as were found, none to those who have none"
+    assert expected == pytest.approx(0.9 + 0.81 + 0.729 + 0.5 + 0.25 + 0.125 + 0.8 + 0.64)
+    assert Policy.shared(chances, [4] * 5, 2) == ([0, 2, 0, 0, 0], pytest.approx(0.9 + 0.81))
+
+
 def test_the_widths_of_steps() -> None:
     assert [step_widths(k) for k in (0, 1, 4, 8, 11)] == [(0,), (0, 1), (0, 4), (0, 4, 8), (0, 5, 11)]
 

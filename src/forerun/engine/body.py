@@ -33,7 +33,13 @@ def sizes(most: int) -> tuple[int, ...]:
     return (*usual, most)
 
 
-def unknown_cost(rows: int, width: int) -> float | None:
+def shared_drafts(rows: int, width: int) -> tuple[int, ...]:
+    """How many drafts all rows together may have in steps that are smaller than rows * (width + 1) tokens: up to where one more
+    token begins another tile of the products (kernels/cuda_cuts.py)."""
+    return tuple(tokens - rows for tokens in (16, 64) if rows < tokens < rows * (width + 1))
+
+
+def unknown_cost(rows: int, width: int, drafts: int | None) -> float | None:
     """Of steps that nobody has timed."""
     return None
 
@@ -59,12 +65,14 @@ def prompt_sizes(budget: int, most: int) -> PromptSizes:
 
 class Key(NamedTuple):
     """What fixes the shapes and the work of a step. rows: how many lines it has, padding included; width: drafts of a
-    row; top: logprobs reported (-1: none, 0: the chosen token's only)."""
+    row; top: logprobs reported (-1: none, 0: the chosen token's only); drafts: of all rows together, where that is less than
+    width for each (None)."""
 
     rows: int
     width: int
     features: Features = GREEDY
     top: int = -1
+    drafts: int | None = None
 
 
 class PromptKey(NamedTuple):
@@ -133,6 +141,8 @@ class Body:
 
     def run(self, key: Key, slot: Tensor, k: Tensor) -> Report:
         """A decode step. slot: [B], the padding's is nobody's; k: [B], what each row may draft at most."""
+        if key.drafts is not None:
+            return self._run_ragged(key, slot, k)
         length = self.slots.length[slot] if self.lives.draft_probs is not None else None
         draft, batch, x = self._lay_out(key, slot, k)
         kernels = self.target.kernels.bounded(key.width + 1, self.slots.tokens.shape[1])
@@ -146,15 +156,43 @@ class Body:
         counts = self._commit(slot, draft, tokens, verdict)
         return Report(tokens, counts, self._note(key, logits, tokens))
 
+    def _run_ragged(self, key: Key, slot: Tensor, k: Tensor) -> Report:
+        """The same with key.drafts drafts for all rows together, handed out from the first row on: a row takes as many tokens
+        as it has drafts, and one. For drafts without probabilities."""
+        assert key.drafts is not None
+        length, alive = self.slots.length[slot], self.lives.alive[slot]
+        draft = self._cut(key, slot, k, length)
+        taken = draft.size.cumsum(0)  # [B]
+        draft = draft._replace(size=draft.size - (taken - key.drafts).clamp(min=0).minimum(draft.size))
+        self.slots.write_drafts(slot, draft.tokens)
+        shape = PromptKey(key.rows + key.drafts, key.rows)
+        batch, row = self._lay_end_to_end(shape, slot, torch.where(alive, length - 1, 0), draft.size + 1)
+        table = torch.where(alive[:, None], batch.block_table, 0)
+        kernels = self.target.kernels.bounded(key.width + 1, self.slots.tokens.shape[1], ragged=True)
+        batch = batch._replace(block_table=table, logits_at=None)
+        logits = self.target.forward(batch, self.kv, kernels=kernels).logits  # [T,V]
+        choice = self._choose(key, slot[row], batch.positions, logits)  # [T]
+        at = batch.row_start[:-1, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
+        at = at.clamp(max=len(row) - 1)
+        tokens = choice[at]
+        counts = self._commit(slot, draft, tokens, None)
+        return Report(tokens, counts, self._note(key, logits[at.flatten()] if key.top >= 0 else logits, tokens))
+
+    def _cut(self, key: Key, slot: Tensor, k: Tensor, length: Tensor) -> Draft:
+        """What was drafted at the end of the last step, cut to k and to what the row may still take. length: [B]."""
+        lives = self.lives
+        room = torch.where(lives.alive[slot], torch.minimum(k, lives.limit[slot] - length - 1), 0)
+        size = torch.minimum(lives.draft_size[slot], room).clamp(0, key.width)
+        return Draft(lives.draft[slot, : key.width], size)
+
     def _lay_out(self, key: Key, slot: Tensor, k: Tensor) -> tuple[Draft, Batch, Tensor | None]:
         """What was drafted at the end of the last step, cut to what the row may still take and laid behind its tokens; and
         the forward pass over the last committed token and the drafts (with the tokens' embeddings, if they are there)."""
         lives, slots = self.lives, self.slots
         alive, length = lives.alive[slot], slots.length[slot]
-        room = torch.minimum(k, lives.limit[slot] - length - 1)
-        size = torch.minimum(lives.draft_size[slot], room).clamp(0, key.width)
-        probs = lives.draft_probs[slot, : key.width] if lives.draft_probs is not None else None
-        draft = Draft(lives.draft[slot, : key.width], size, probs)
+        draft = self._cut(key, slot, k, length)
+        if lives.draft_probs is not None:
+            draft = draft._replace(probs=lives.draft_probs[slot, : key.width])
         slots.write_drafts(slot, draft.tokens)
         positions = (length - 1)[:, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
         ids = slots.tokens[slot[:, None], positions]
@@ -225,7 +263,7 @@ class Body:
         they are the last, so that they get their first token. given: [4,R] int64, slot, begin, count and through; the
         padding's are nobody's and 0. What the report says of the rows that are not through means nothing."""
         slot, begin, count, through = given
-        batch = self._lay_end_to_end(key, slot, begin, count)
+        batch, _ = self._lay_end_to_end(key, slot, begin, count)
         logits = self.target.forward(batch, self.kv).logits  # [R,V]
         if self.drafter is not None:
             self.drafter.prefill(batch)
@@ -235,9 +273,9 @@ class Body:
         counts = self._commit(slot, nothing, choice, None)
         return Report(choice, counts, self._note(key, logits, choice))
 
-    def _lay_end_to_end(self, key: PromptKey, slot: Tensor, begin: Tensor, count: Tensor) -> Batch:
+    def _lay_end_to_end(self, key: PromptKey, slot: Tensor, begin: Tensor, count: Tensor) -> tuple[Batch, Tensor]:
         """The forward pass over these parts of the slots, with the logits of each row's last token (of some token if the row
-        is empty). slot, begin, count: [R]."""
+        is empty), and the row of each token [T]. slot, begin, count: [R]."""
         end = count.cumsum(0)  # [R]
         at = torch.arange(key.tokens, device=slot.device)  # [T]
         row = torch.searchsorted(end, at, right=True).clamp(max=key.rows - 1)  # [T]
@@ -245,4 +283,4 @@ class Body:
         positions = torch.where(there, at + (begin - end + count)[row], 0)
         ids = torch.where(there, self.slots.tokens[slot[row], positions], 0)
         start = F.pad(end, (1, 0)).int()
-        return Batch(ids, positions, start, self.slots.block_table[slot], (end - 1).clamp(min=0))
+        return Batch(ids, positions, start, self.slots.block_table[slot], (end - 1).clamp(min=0)), row

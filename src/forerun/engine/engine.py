@@ -151,6 +151,8 @@ class Engine:
                 for rows in self._step.sizes[::-1]:
                     for width in self._step.widths[::-1]:
                         self.graphs.capture(Key(rows, width))
+                    for drafts in self._step.shared_drafts(rows):
+                        self.graphs.capture(Key(rows, self._step.width, drafts=drafts))
         elif speculation is not None and self.config.adaptive_drafts and speculation.draft_sample_method == "greedy":
             self.scheduler.policy.costs = Costs(self._step.measure(min(MEASURED, self.max_model_len)))
 

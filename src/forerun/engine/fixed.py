@@ -17,7 +17,7 @@ import torch
 
 from forerun.device import mark, receive, send, send_integers
 from forerun.drafters import Rows
-from forerun.engine.body import GREEDY, Body, Key, PromptKey, PromptSizes, Report, unknown_cost
+from forerun.engine.body import GREEDY, Body, Key, PromptKey, PromptSizes, Report, shared_drafts, unknown_cost
 from forerun.engine.policy import Chances, Policy, step_widths
 from forerun.engine.scheduler import Plan, PlanRow, Sequence, new_pages
 from forerun.engine.slots import Slots
@@ -96,14 +96,14 @@ class FixedStep:
         mirror: Slots,
         sizes: tuple[int, ...],
         run: Callable[[Key, list[int], list[int]], Report] | None = None,
-        cost: Callable[[int, int], float | None] = unknown_cost,
+        cost: Callable[[int, int, int | None], float | None] = unknown_cost,
         prompt_sizes: PromptSizes | None = None,
         run_prompts: Callable[[PromptKey, list[list[int]]], Report] | None = None,
     ) -> None:
         """width: drafts of a row at most. mirror: slots on the host, for a drafter there. sizes: how many rows a decode step
         may have, ascending (what runs is padded up to one of them). run: makes a decode step, graphs.Graphs.run on CUDA;
-        None runs the body as it is. cost(rows, width): milliseconds of such a step, None if not known. prompt_sizes: what
-        prompts are padded to, None: not at all; run_prompts: launches them, as run does steps."""
+        None runs the body as it is. cost(rows, width, drafts): milliseconds of such a step, None if not known. prompt_sizes:
+        what prompts are padded to, None: not at all; run_prompts: launches them, as run does steps."""
         self.body, self.policy, self.width, self.mirror, self.sizes = body, policy, width, mirror, sizes
         self.widths = step_widths(width)
         self.prompt_sizes, self._run_prompts = prompt_sizes, run_prompts or self._eager_prompts
@@ -195,8 +195,8 @@ class FixedStep:
             if decoding != self._decoding.rows:
                 self._decoding = self._line_up(decoding)
             _, lines, slot, k, chances, asked = self._decoding
-            width = self._width(lines, max(k), chances)
-            parts.append((decoding, self._receive(self._run(Key(lines, width, *asked), slot, k))))
+            width, drafts, k = self._shape(lines, k, chances)
+            parts.append((decoding, self._receive(self._run(Key(lines, width, *asked, drafts), slot, k))))
         if prompts:  # the last report is on its way down: graphs share their memory
             parts.append(self._prefill(prompts))
         silent = [row for row in prompts if not row.samples]
@@ -211,13 +211,30 @@ class FixedStep:
         k = [row.k for row in rows] + [0] * padding
         return Decoding(rows, lines, slot, k, [row.sequence.chances for row in rows], self._asked(rows))
 
-    def _width(self, lines: int, most: int, chances: list[Chances]) -> int:
-        """How many drafts a step of so many lines is to verify for each row, if no row may have more than `most`. What is
-        known of the rows is a step old."""
-        if most == 0:
-            return 0
-        enough = next(i for i, width in enumerate(self.widths) if width >= most)
-        return self.policy.step_width(self.widths[: enough + 1], chances, lambda width: self._cost(lines, width))
+    def _shape(self, lines: int, most: list[int], chances: list[Chances]) -> tuple[int, int | None, list[int]]:
+        """How many drafts a step of so many lines is to verify for each row and, if that is less, in all, when each row may
+        have at most so many; and how many each may have then. What is known of the rows is a step old."""
+        if max(most) == 0:
+            return 0, None, most
+        enough = next(i for i, width in enumerate(self.widths) if width >= max(most))
+        width = self.policy.step_width(self.widths[: enough + 1], chances, lambda width: self._cost(lines, width, None))
+        best: tuple[int, int | None, list[int]] = (width, None, most)
+        ms = self._cost(lines, width, None)
+        if ms is None:
+            return best
+        rate = (len(chances) + sum([row.expected(width) for row in chances])) / ms
+        for drafts in self.shared_drafts(lines):
+            shared_ms = self._cost(lines, self.width, drafts)
+            if shared_ms is not None:
+                shares, expected = self.policy.shared(chances, most, drafts)
+                faster = (len(chances) + expected) / shared_ms
+                if faster > rate:
+                    best, rate = (self.width, drafts, shares + most[len(chances) :]), faster
+        return best
+
+    def shared_drafts(self, lines: int) -> tuple[int, ...]:
+        """For steps of so many lines, what they may draft together where that is less than the width for each."""
+        return shared_drafts(lines, self.width) if self.width and self.body.lives.draft_probs is None else ()
 
     def _eager(self, key: Key, slot: list[int], k: list[int]) -> Report:
         return self.body.run(key, send_integers(slot, self.device), send_integers(k, self.device))

@@ -36,14 +36,14 @@ def fused_body(
 
 
 class Graphs:
-    """seconds and bytes: what capturing has cost so far; costs: milliseconds of a replay, by (rows, width), of greedy steps
-    at the shortest contexts."""
+    """seconds and bytes: what capturing has cost so far; costs: milliseconds of a replay, by (rows, width, drafts), of greedy
+    steps at the shortest contexts."""
 
     def __init__(self, body: Body, nobody: int) -> None:
         self.body, self.nobody = body, nobody
         self.device = body.slots.length.device
         self.seconds, self.bytes = 0.0, 0
-        self.costs: dict[tuple[int, int], float] = {}
+        self.costs: dict[tuple[int, int, int | None], float] = {}
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Report]] = {}
         self._prompts: dict[PromptKey, tuple[torch.cuda.CUDAGraph, Report]] = {}
         self._inputs: dict[int, Tensor] = {}  # rows -> [2,B], the slots and the most each may draft
@@ -92,9 +92,10 @@ class Graphs:
         inputs[1].zero_()
         self._now.pop(key.rows, None)
         self._graphs[key] = self._record(lambda: self.body.run(key, inputs[0], inputs[1]))
-        if (key.rows, key.width) not in self.costs:
+        shape = (key.rows, key.width, key.drafts)
+        if shape not in self.costs:
             start = time.perf_counter()
-            self.costs[key.rows, key.width] = self._time(self._graphs[key][0])
+            self.costs[shape] = self._time(self._graphs[key][0])
             self.seconds += time.perf_counter() - start
 
     @torch.inference_mode()
@@ -127,8 +128,8 @@ class Graphs:
         self.bytes += free - torch.cuda.mem_get_info(self.device)[0]
         return graph, report
 
-    def cost(self, rows: int, width: int) -> float | None:
-        return self.costs.get((rows, width))
+    def cost(self, rows: int, width: int, drafts: int | None) -> float | None:
+        return self.costs.get((rows, width, drafts))
 
     @staticmethod
     def _time(graph: torch.cuda.CUDAGraph) -> float:

@@ -128,3 +128,17 @@ class Policy:
             if rate > most:
                 best, most = width, rate
         return best
+
+    @staticmethod
+    def shared(rows: Sequence[Chances], most: Sequence[int], drafts: int) -> tuple[list[int], float]:
+        """How many of so many drafts each row gets, at most so many each, the likeliest rows first; and the tokens that may be
+        expected of them."""
+        shares, expected = [0] * len(rows), 0.0
+        for i in sorted(range(len(rows)), key=lambda i: -rows[i].rate):
+            found = rows[i].found
+            n = min(most[i], drafts) if found is None else min(most[i], drafts, found)
+            if n > 0:
+                shares[i] = n
+                expected += rows[i].expected(n)
+                drafts -= n
+        return shares, expected

@@ -86,8 +86,9 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         """[T,H] -> [T,H]"""
 
-    def bounded(self, width: int, context: int) -> Kernels:
-        """The same for batches whose rows have `width` tokens each, at positions below `context`, where that helps."""
+    def bounded(self, width: int, context: int, ragged: bool = False) -> Kernels:
+        """The same for batches whose rows have `width` tokens each (ragged: 1 to `width`, with padding behind the last), at
+        positions below `context`, where that helps."""
 
     def bind(self, layers: Layers) -> RunLayers:
         """What runs some of these layers: `one_by_one`, or the same in fewer calls."""

@@ -164,7 +164,7 @@ class CpuKernels:
         self.lib.fr_rms_norm(self.wide, x.data_ptr(), tokens, k, norm.data_ptr(), eps, y.data_ptr(), torch.get_num_threads())
         return y
 
-    def bounded(self, width: int, context: int) -> Kernels:
+    def bounded(self, width: int, context: int, ragged: bool = False) -> Kernels:
         return self
 
     def bind(self, layers: Layers) -> RunLayers:

@@ -47,8 +47,9 @@ class CudaKernels:
         context: int = 0,
         arrived: Tensor | None = None,
         few: int = FEW_TOKENS,
+        ragged: bool = False,
     ) -> None:
-        self.width, self.context = width, context
+        self.width, self.context, self.ragged = width, context, ragged
         self.few = few  # up to so many tokens the products are Triton's
         self.device = torch.device(device)
         self.shared = _shared_memory(self.device)
@@ -57,12 +58,13 @@ class CudaKernels:
         hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
         self.pdl = AFTER_WAIT if hopper else 0  # see cuda_products.py
 
-    def bounded(self, width: int, context: int) -> CudaKernels:
-        """For batches whose rows have `width` tokens each, at positions below `context`: a decode step with k = width - 1.
-        The bound sizes the launch; a short context in it is found out on the device and costs little."""
+    def bounded(self, width: int, context: int, ragged: bool = False) -> CudaKernels:
+        """For batches whose rows have `width` tokens each (ragged: 1 to `width`, with padding behind the last), at positions
+        below `context`: a decode step with k = width - 1. The bounds size the launch; a short context in it is found out on
+        the device and costs little."""
         require(1 <= width <= 128, "width", width, "give 1 to 128 tokens a row")
         require(context >= 1, "context", context, "give the longest context of the step, for instance 4096")
-        return CudaKernels(self.device, width, context, self.arrived, self.few)
+        return CudaKernels(self.device, width, context, self.arrived, self.few, ragged)
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] > self.few:
@@ -78,7 +80,7 @@ class CudaKernels:
         given = (qkv, shape, cos, sin, q_norm, k_norm, key_pages, value_pages, batch)
         if self.width is None:
             return attend_ragged(*given)
-        return attend_decode(*given, self.width, self.context, self.arrived, self.pdl)
+        return attend_decode(*given, self.width, self.context, self.arrived, self.pdl, self.ragged)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         if x.shape[0] > self.few:

@@ -110,13 +110,15 @@ def _add_up(
 
 @triton.jit(do_not_specialize=["TABLE"])
 def decode_kernel(
-    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, table, out, part, part_top, part_total, arrived, TABLE,
-    scale,
-    eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
+    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, row_start, table, out, part, part_top, part_total,
+    arrived, TABLE, scale, eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, HP: tl.constexpr,
     BM: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, AT_ONCE: tl.constexpr,
+    RAGGED: tl.constexpr, PDL: tl.constexpr,
 ):
-    """QUERIES: blocks of BM queries that a row and key head has. LEAST: tiles of BN positions of a stretch, at least."""
+    """QUERIES: blocks of BM queries that a row and key head has. LEAST: tiles of BN positions of a stretch, at least. RAGGED:
+    rows have up to WIDTH tokens."""
     begin(PDL)
     row, split = tl.program_id(0), tl.program_id(2)
     head, queries = tl.program_id(1) // QUERIES, tl.program_id(1) % QUERIES
@@ -127,17 +129,26 @@ def decode_kernel(
     d = tl.arange(0, DP)
     h = tl.arange(0, HP)
 
-    first = tl.load(positions + row * WIDTH).to(tl.int32)  # the pages hold what is below
+    if RAGGED:
+        token0 = tl.load(row_start + row)
+        count = tl.load(row_start + row + 1) - token0
+    else:
+        token0 = row * WIDTH
+        count = WIDTH
+    first = tl.load(positions + token0).to(tl.int32)  # the pages hold what is below
     low = 0
     if WINDOW > 0:
         low = tl.maximum(first - WINDOW + 1, 0)
     begins = low // BN  # of tiles, numbered from position 0
-    tiles = tl.cdiv(first + WIDTH, BN) - begins
+    tiles = tl.cdiv(first + count, BN) - begins
     each = tiles * 0 + LEAST  # doubled until there are stretches enough, so that it depends on the context alone
     while each * SPLITS < tiles:
         each *= 2
     active = tl.cdiv(tiles, each)
-    if split >= active:
+    done = split >= active
+    if RAGGED:
+        done = done | (queries * BM >= count * group)  # the row has not so many queries
+    if done:
         return
     here = tl.minimum(each, tiles - split * each)
     start = (begins + split * each) * BN
@@ -153,16 +164,16 @@ def decode_kernel(
 
     m = queries * BM + tl.arange(0, BM)  # a query: token m // group, head m % group of this key head's
     token = m // group
-    query_ok = m < WIDTH * group
-    q_base = qkv + (row * WIDTH + token) * stride + (head * group + m % group) * D
+    query_ok = m < count * group
+    q_base = qkv + (token0 + token) * stride + (head * group + m % group) * D
     good = query_ok[:, None] & (h < half)[None, :]
     q_a, q_b = _rotated(q_base[:, None], good, (first + token)[:, None], q_norm, cos, sin, h[None, :], eps, D, NORM)
     end = start + here * BN
     if end > first:  # the new keys and values go into the pages, and are read from there with the old ones
         t = tl.arange(0, TOKENS)
-        mine = (t < WIDTH) & (first + t >= start) & (first + t < end)
+        mine = (t < count) & (first + t >= start) & (first + t < end)
         ok = mine[:, None] & (h < half)[None, :]
-        base = (qkv + (row * WIDTH + t) * stride + (HEADS + head) * D)[:, None]
+        base = (qkv + (token0 + t) * stride + (HEADS + head) * D)[:, None]
         k_a, k_b = _rotated(base, ok, (first + t)[:, None], k_norm, cos, sin, h[None, :], eps, D, NORM)
         to_pages = _places(table, first + t, mine, head, KV, D, BLOCK, FAR)[:, None]
         tl.store(key_pages + to_pages + h[None, :], k_a, mask=ok)
@@ -178,7 +189,7 @@ def decode_kernel(
     mixed = tl.zeros((BM, DP), tl.float32)
     for j in range(here):
         p = start + j * BN + tl.arange(0, BN)
-        in_row = (p >= low) & (p < first + WIDTH)
+        in_row = (p >= low) & (p < first + count)
         at_pages = _places(table, p, in_row, head, KV, D, BLOCK, FAR)[:, None]
         there = in_row[:, None] & (h < half)[None, :]
         keys_a = tl.load(key_pages + at_pages + h[None, :], mask=there, other=0.0)  # [BN,HP]
@@ -193,7 +204,7 @@ def decode_kernel(
         top, total, mixed = _step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
 
     good = query_ok[:, None] & (d < D)[None, :]
-    to = out + (((row * WIDTH + token) * HEADS + head * group + m % group) * D)[:, None] + d[None, :]
+    to = out + (((token0 + token) * HEADS + head * group + m % group) * D)[:, None] + d[None, :]
     if active > 1:
         _add_up(
             mixed, top, total, part, part_top, part_total, arrived, to, good, tl.arange(0, BM), query_ok, d,
@@ -326,9 +337,10 @@ def attend_decode(
     qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     key_pages: Tensor,
     value_pages: Tensor, batch: Batch, width: int, context: int, arrived: Tensor, pdl: int,
+    ragged: bool = False,
 ) -> Tensor:
-    """Every row has `width` tokens; no position is `context` or more. arrived: int32 zeros, one for each row, key head and
-    block of 16 queries."""
+    """Every row has `width` tokens, or ragged 1 to `width`; no position is `context` or more. arrived: int32 zeros, one for
+    each row, key head and block of 16 queries."""
     heads, kv, dim, window, eps = shape
     rows = batch.block_table.shape[0]
     cut = cut_for(dim, heads // kv)
@@ -343,13 +355,12 @@ def attend_decode(
     sums = qkv.new_empty((2, slots, bm), dtype=torch.float32)
     decode_kernel[(rows, kv * queries, splits)](
         qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages,
-        batch.positions,
-        batch.block_table, out, part, sums[0], sums[1], arrived, batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width,
-        HEADS=heads,
-        KV=kv, D=dim, DP=padded, HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=power_of_two(width),
-        BN=cut.positions, BLOCK=key_pages.shape[2], SPLITS=splits,
-        LEAST=cut.least, WINDOW=window, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31,
-        AT_ONCE=cut.at_once, PDL=pdl, num_warps=cut.warps, num_stages=1, **({"launch_pdl": True} if pdl else {}),
+        batch.positions, batch.row_start, batch.block_table, out, part, sums[0], sums[1], arrived,
+        batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width, HEADS=heads, KV=kv, D=dim, DP=padded,
+        HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=power_of_two(width), BN=cut.positions,
+        BLOCK=key_pages.shape[2], SPLITS=splits, LEAST=cut.least, WINDOW=window, NORM=q_norm is not None,
+        FAR=key_pages.numel() >= 1 << 31, AT_ONCE=cut.at_once, RAGGED=ragged, PDL=pdl, num_warps=cut.warps, num_stages=1,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return out
 

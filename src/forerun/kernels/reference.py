@@ -93,6 +93,6 @@ def bind(layers: Layers) -> RunLayers:
     return partial(one_by_one, this, layers)
 
 
-def bounded(width: int, context: int) -> Kernels:
+def bounded(width: int, context: int, ragged: bool = False) -> Kernels:
     this: Any = sys.modules[__name__]
     return this
