@@ -19,7 +19,7 @@ if torch.cuda.is_available():
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters.ngram import DeviceNgram
 from forerun.engine import engine as engines
-from forerun.engine.body import Report
+from forerun.engine.body import Body, Report
 from forerun.engine.engine import Engine
 from forerun.engine.fixed import FixedStep
 from forerun.engine.fused import FusedBody
@@ -137,17 +137,25 @@ class Sharing(Repeated):
         return 1.0 if drafts is not None or width == 0 else 9.0
 
 
-def test_rows_that_share_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of six rows with drafts for some of them, captured, say what the host's ragged steps say without any."""
-    requests = [request("x" * (i + 1), [i, 6, 7, i, 6], 6, temperature=0.6 * (i % 2)) for i in range(6)]
+@pytest.mark.parametrize("fused", [True, False])
+def test_rows_that_share_their_drafts(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """Steps of six rows with drafts for some of them say what the host's ragged steps say without any."""
+    again = [[i, 6, 7, i, 6] for i in range(6)]
+    requests = [request("x" * (i + 1), ids, 6, temperature=0.6 * (i % 2), logprobs=i or None) for i, ids in enumerate(again)]
     monkeypatch.setattr(engines, "captures", lambda target: True)
     monkeypatch.setattr(engines, "Graphs", Sharing)
+    if not fused:
+        monkeypatch.setattr(engines, "fused_body", Body)
     config = EngineConfig(max_model_len=24, max_num_seqs=6, kv_cache_tokens=256, block_size=8, speculation=NGRAM)
     plain = replace(config, speculation=None)
-    it = Engine(target(True), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, fixed=True)
+    it = Engine(target(fused), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, fixed=True)
     got, want = (answers(one, requests) for one in (it, Engine(target(False), plain, lambda *_: None, NoText, fixed=False)))
     for one in requests:
         assert [t for e in got[one.id] for t in e.tokens] == [t for e in want[one.id] for t in e.tokens]
+        noted, expected = ([entry for e in found[one.id] for entry in e.logprobs] for found in (got, want))
+        assert [n.token for n in noted] == [n.token for n in expected]
+        assert [n.logprob for n in noted] == pytest.approx([n.logprob for n in expected], abs=1e-4)
+        assert [[t for t, _ in n.top] for n in noted] == [[t for t, _ in n.top] for n in expected]
     assert it.graphs is not None
     ran = {key.drafts for key in it.graphs._graphs}
     assert 10 in ran and it.stats.drafts.accepted > 0, "16 tokens for six rows: ten drafts"

@@ -91,6 +91,7 @@ def test_the_width_of_a_step_is_worth_its_cost(middle: float, wide: float, width
     for row in chances:
         row.found = 0
     assert Policy.step_width((0, 4, 8), chances, lambda _: None) == 0
+    assert Policy.step_width((0, 4), chances, {0: 1.0, 4: 0.9}.get) == 0, "a figure that cannot be right"
 
 
 def test_shared_drafts_go_to_the_likeliest_rows() -> None:

@@ -9,7 +9,7 @@ weights: they tell step times, never acceptance. Times are medians over replays 
 events; tokens/s are wall clock over whole batches, prompts included.
 
 Parts, all by default: limit; check (logits, greedy, like-plain, distribution); sync; drafters; memory; starts; host; tokens;
-queue (128 requests, 32 at once); sampled; share; replay.
+queue (128 requests, 32 at once); mixed (half of them copying); sampled; share; replay; shared.
 To try the script without CUDA: --small tiny --shapes tiny --share tiny --rows 1,2 --widths 0,4 --samples 64 --tokens 32.
 """
 
@@ -33,8 +33,8 @@ from forerun.models import hub
 from forerun.models.decoder import Target
 
 CHECK = ("logits", "greedy", "like-plain", "distribution")
-PARTS = ("limit", *CHECK, "sync", "drafters", "memory", "starts", "host", "tokens", "queue", "sampled")
-BY_SHAPE = ("share", "replay")
+PARTS = ("limit", *CHECK, "sync", "drafters", "memory", "starts", "host", "tokens", "queue", "mixed", "sampled")
+BY_SHAPE = ("share", "replay", "shared")
 
 
 def small_parts(record: Record, parts: list[str], given: argparse.Namespace, prompts: dict[str, Any]) -> None:
@@ -43,6 +43,7 @@ def small_parts(record: Record, parts: list[str], given: argparse.Namespace, pro
     name = given.small
     target = Target.load(folder, torch.bfloat16, DEVICE) if folder else Target.random(SHAPES[name], device=DEVICE)
     repeat = prompts["repeat"]
+    mixed = [ids for pair in zip(repeat, prompts["random"], strict=False) for ids in pair]
     work = {
         "limit": speed.limit,
         "logits": lambda: correctness.against_transformers(folder, repeat[:4]) if folder else "needs --gguf",
@@ -64,6 +65,7 @@ def small_parts(record: Record, parts: list[str], given: argparse.Namespace, pro
             for cell in speed.batches(target, speed.TOKENS_PER_S, prompts[kind], kind, temperature, (1, 8, 32), given.tokens, 4)
         ],
         "queue": lambda: speed.batches(target, speed.TOKENS_PER_S, repeat * 4, "repeat", 0.0, (128,), given.tokens, 3, rows=32),
+        "mixed": lambda: speed.batches(target, speed.TOKENS_PER_S, mixed, "mixed", 0.0, (8, 32), given.tokens, 4),
         "sampled": lambda: speed.sampled(target, [n for n in given.rows if n <= 32]),
     }
     for part in PARTS:
@@ -78,6 +80,8 @@ def shape_parts(record: Record, parts: list[str], given: argparse.Namespace, nam
         target.kernels.few = given.few  # type: ignore[attr-defined]
     if "share" in parts and name in given.share:
         record.part(f"share {name}", lambda: speed.share(target, [n for n in given.rows if n <= 32]))
+    if "shared" in parts:
+        record.part(f"shared {name}", lambda: speed.shared(target))
     if "replay" in parts:
         record.part(f"replay {name}", lambda: speed.replay(target, given.widths, given.rows))
 

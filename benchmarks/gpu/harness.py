@@ -191,16 +191,17 @@ def fill(it: Engine, rows: int, context: int) -> Callable[[], None]:
 
 
 def step_ms(
-    it: Engine, rows: int, width: int, context: int, repeat: int = 60, sampling: dict[str, Any] | None = None
+    it: Engine, rows: int, width: int, context: int, repeat: int = 60, sampling: dict[str, Any] | None = None,
+    drafts: int | None = None,
 ) -> float:
     """Milliseconds of a step (captured on CUDA) of so many rows at this context, drafting included where the engine does.
-    sampling: the parameters of all rows, greedy by default."""
+    sampling: the parameters of all rows, greedy by default; drafts: of all rows together (None: width for each)."""
     put_back = fill(it, rows, context)
     body, slot, k = fixed_step(it).body, list(range(rows)), [width] * rows
     params = SamplingParams(**({"temperature": 0} | (sampling or {})), max_tokens=8)
     for i in slot:
         it.sampling.set(i, Request(str(i), (1, 2), params, 8, i))
-    key = Key(rows, width, body.features(slot))
+    key = Key(rows, width, body.features(slot), drafts=drafts)
     if it.graphs is not None:
         return median_ms(lambda: it.graphs.run(key, slot, k), repeat, put_back)  # type: ignore[union-attr]
     at, most = torch.tensor(slot), torch.tensor(k)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from forerun.config import Speculation
 from forerun.drafters import Needs, Rows
-from forerun.engine.body import Body, Key
+from forerun.engine.body import Body, Key, shared_drafts
 from forerun.engine.engine import Engine
 from forerun.kernels import Batch
 from forerun.models.decoder import Target
@@ -86,6 +86,19 @@ def replay(target: Target, widths: Sequence[int], rows: Sequence[int], context: 
         print(f"graphs: {graphs}", flush=True)
         del it
         release()
+    return cells
+
+
+@torch.inference_mode()
+def shared(target: Target, rows: Sequence[int] = (2, 4, 8, 12, 16, 24, 32), width: int = 4, context: int = 512) -> list[dict]:
+    """Milliseconds of a step by rows: plain, with drafts that all rows share, and with `width` for each."""
+    cells, it = [], engine(target, Speculation("ngram", width, 2, 5), max(rows))
+    for count in rows:
+        for drafts in (0, *shared_drafts(count, width), None):
+            wide = 0 if drafts == 0 else width
+            ms = step_ms(it, count, wide, context, 40, drafts=drafts or None)
+            cells.append({"rows": count, "k": wide, "shared_drafts": drafts or None, "ms": ms})
+            print(cells[-1], flush=True)
     return cells
 
 

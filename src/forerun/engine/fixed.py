@@ -228,7 +228,7 @@ class FixedStep:
             if shared_ms is not None:
                 shares, expected = self.policy.shared(chances, most, drafts)
                 faster = (len(chances) + expected) / shared_ms
-                if faster > rate:
+                if faster > rate and expected > 0:
                     best, rate = (self.width, drafts, shares + most[len(chances) :]), faster
         return best
 

@@ -124,8 +124,9 @@ class Policy:
             return widths[-1] if any(row.expected(widths[-1]) for row in rows) else 0
         best, most = 0, 0.0
         for width, ms in known:
-            rate = (len(rows) + sum([row.expected(width) for row in rows])) / ms
-            if rate > most:
+            expected = sum([row.expected(width) for row in rows])
+            rate = (len(rows) + expected) / ms
+            if rate > most and (expected > 0 or width == 0):
                 best, most = width, rate
         return best
 
