@@ -162,8 +162,8 @@ class Body:
         assert key.drafts is not None
         length, alive = self.slots.length[slot], self.lives.alive[slot]
         draft = self._cut(key, slot, k, length)
-        taken = draft.size.cumsum(0)  # [B]
-        draft = draft._replace(size=draft.size - (taken - key.drafts).clamp(min=0).minimum(draft.size))
+        size = torch.where(alive, draft.size, 0)
+        draft = draft._replace(size=size - (size.cumsum(0) - key.drafts).clamp(min=0).minimum(size))
         self.slots.write_drafts(slot, draft.tokens)
         shape = PromptKey(key.rows + key.drafts, key.rows)
         batch, row = self._lay_end_to_end(shape, slot, torch.where(alive, length - 1, 0), draft.size + 1)
@@ -181,7 +181,7 @@ class Body:
     def _cut(self, key: Key, slot: Tensor, k: Tensor, length: Tensor) -> Draft:
         """What was drafted at the end of the last step, cut to k and to what the row may still take. length: [B]."""
         lives = self.lives
-        room = torch.where(lives.alive[slot], torch.minimum(k, lives.limit[slot] - length - 1), 0)
+        room = torch.minimum(k, lives.limit[slot] - length - 1)
         size = torch.minimum(lives.draft_size[slot], room).clamp(0, key.width)
         return Draft(lives.draft[slot, : key.width], size)
 
