@@ -112,6 +112,31 @@ def test_prepare(width: int) -> None:
     assert width < 3 or draft.size.tolist()[:4] == [2, 3, draft.size[2], 0]
 
 
+@pytest.mark.parametrize("drafts", [1, 5, 9, 30])
+def test_prepare_where_rows_share_their_drafts(drafts: int) -> None:
+    state = State(seed=drafts)
+    slot = torch.tensor(ROWS, device=DEVICE)
+    k = torch.tensor([4, 3, 4, 1, 0, 4, 2], device=DEVICE)
+    state.lives.draft_size[[5, 0, 1]] = 4
+    state.lives.limit[[5, 0, 1]] = state.slots.length[[5, 0, 1]] + 4
+    embedding = torch.randn(VOCAB, 24, device=DEVICE)
+    pool = state.pool()
+    got = step.prepare_shared(pool, slot, k, embedding, 4, drafts)
+    draft, batch, owner, _ = state.twin()._lay_shared(Key(len(ROWS), 4, drafts=drafts), slot, k)
+    assert torch.equal(got.size, draft.size)
+    assert draft.size.sum() == drafts if drafts < 8 else draft.size.tolist()[:2] == [3, 3] and draft.size[6] == 2
+    assert torch.equal(got.row_start, batch.row_start) and torch.equal(got.table, batch.block_table)
+    used = int(batch.row_start[-1])
+    assert torch.equal(got.positions, batch.positions) and torch.equal(got.owner[:used], owner[:used])
+    live = state.lives.alive
+    theirs = live[owner[:used]]
+    assert torch.equal(got.x[:used][theirs], F.embedding(batch.ids, embedding)[:used][theirs])
+    for row, (own, size) in enumerate(zip(ROWS, draft.size.tolist(), strict=True)):
+        if live[own]:
+            end = int(state.slots.length[own])
+            assert torch.equal(pool.tokens[own, : end + size], state.slots.tokens[own, : end + size]), row
+
+
 def test_padding_of_a_draft_may_be_any_token() -> None:
     state = State(seed=0)
     state.lives.draft[:, 2:] = torch.tensor([VOCAB, -1], device=DEVICE)
@@ -307,12 +332,13 @@ def check(kernel, warps=4, **constants):
     given = dict(
         alive="*i1", block_table="*i32", table="*i32", embedding="*bf16", x="*bf16", logits="*fp32", tops="*fp32",
         firsts="*i32", masses="*fp64", temperatures="*fp64", noise="*fp64", PER="i32", W="i32",
-        L="i32", P="i32", K="i32", V="i32", VOCAB="i32", N="i32",
+        L="i32", P="i32", K="i32", V="i32", VOCAB="i32", N="i32", T="i32", D="i32", row_start="*i32",
     )
     types = {name: "constexpr" if name in constants else given.get(name, "*i64") for name in kernel.arg_names}
     compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 check(step.prepare_kernel, H=576, HP=1024, RUN=512, PDL=True)
+check(step.prepare_shared_kernel, ROWS=12, LANES=16, H=576, HP=1024, RUN=512, PDL=True)
 find = dict(MIN_N=2, SCAN=1024, UNROLLED=8, PDL=True)
 rows = dict(LANES=8, E=16, EP=16, KP=4)
 check(step.commit_kernel, 1, **rows, GIVEN=True, FIND=False, MAX_N=5, **find)

@@ -142,7 +142,7 @@ class Body:
     def run(self, key: Key, slot: Tensor, k: Tensor) -> Report:
         """A decode step. slot: [B], the padding's is nobody's; k: [B], what each row may draft at most."""
         if key.drafts is not None:
-            return self._run_ragged(key, slot, k)
+            return self._run_shared(key, slot, k)
         length = self.slots.length[slot] if self.lives.draft_probs is not None else None
         draft, batch, x = self._lay_out(key, slot, k)
         kernels = self.target.kernels.bounded(key.width + 1, self.slots.tokens.shape[1])
@@ -156,9 +156,21 @@ class Body:
         counts = self._commit(slot, draft, tokens, verdict)
         return Report(tokens, counts, self._note(key, logits, tokens))
 
-    def _run_ragged(self, key: Key, slot: Tensor, k: Tensor) -> Report:
+    def _run_shared(self, key: Key, slot: Tensor, k: Tensor) -> Report:
         """The same with key.drafts drafts for all rows together, handed out from the first row on: a row takes as many tokens
         as it has drafts, and one. For drafts without probabilities."""
+        draft, batch, owner, x = self._lay_shared(key, slot, k)
+        kernels = self.target.kernels.bounded(key.width + 1, self.slots.tokens.shape[1], ragged=True)
+        logits = self.target.forward(batch, self.kv, kernels=kernels, x=x).logits  # [T,V]
+        choice = self._choose(key, owner, batch.positions, logits)  # [T]
+        at = batch.row_start[:-1, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
+        at = at.clamp(max=len(owner) - 1)
+        tokens = choice[at]
+        counts = self._commit(slot, draft, tokens, None)
+        return Report(tokens, counts, self._note(key, logits[at.flatten()] if key.top >= 0 else logits, tokens))
+
+    def _lay_shared(self, key: Key, slot: Tensor, k: Tensor) -> tuple[Draft, Batch, Tensor, Tensor | None]:
+        """As _lay_out, for rows that share key.drafts drafts; and the slot of each token [T], some slot for padding."""
         assert key.drafts is not None
         length, alive = self.slots.length[slot], self.lives.alive[slot]
         draft = self._cut(key, slot, k, length)
@@ -168,15 +180,7 @@ class Body:
         shape = PromptKey(key.rows + key.drafts, key.rows)
         batch, row = self._lay_end_to_end(shape, slot, torch.where(alive, length - 1, 0), draft.size + 1)
         table = torch.where(alive[:, None], batch.block_table, 0)
-        kernels = self.target.kernels.bounded(key.width + 1, self.slots.tokens.shape[1], ragged=True)
-        batch = batch._replace(block_table=table, logits_at=None)
-        logits = self.target.forward(batch, self.kv, kernels=kernels).logits  # [T,V]
-        choice = self._choose(key, slot[row], batch.positions, logits)  # [T]
-        at = batch.row_start[:-1, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
-        at = at.clamp(max=len(row) - 1)
-        tokens = choice[at]
-        counts = self._commit(slot, draft, tokens, None)
-        return Report(tokens, counts, self._note(key, logits[at.flatten()] if key.top >= 0 else logits, tokens))
+        return draft, batch._replace(block_table=table, logits_at=None), slot[row], None
 
     def _cut(self, key: Key, slot: Tensor, k: Tensor, length: Tensor) -> Draft:
         """What was drafted at the end of the last step, cut to k and to what the row may still take. length: [B]."""

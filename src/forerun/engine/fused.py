@@ -49,6 +49,13 @@ class FusedBody(Body):
         tokens = lives.draft[slot, : key.width] if probs is not None else lives.draft[:0]  # choices are compared in the pool
         return Draft(tokens, size, probs), self._batch(key, positions, positions, table), x
 
+    def _lay_shared(self, key: Key, slot: Tensor, k: Tensor) -> tuple[Draft, Batch, Tensor, Tensor | None]:
+        assert key.drafts is not None
+        embedding = self.target.weights.embedding
+        laid = cuda_step.prepare_shared(self._pool, slot, k, embedding, key.width, key.drafts, self._pdl)
+        batch = Batch(laid.positions, laid.positions, laid.row_start, laid.table, None)
+        return Draft(self.lives.draft[:0], laid.size), batch, laid.owner, laid.x
+
     def features(self, slots: Iterable[int]) -> Features:
         """Which filters are on, and how wide, is found out row by row: one graph for all of them."""
         found = super().features(slots)

@@ -54,6 +54,18 @@ class Prepared(NamedTuple):
     size: Tensor
 
 
+class Shared(NamedTuple):
+    """The same where rows share their drafts, T tokens in all. row_start: [B+1] int32, where each row's tokens start, and the
+    padding; owner: [T] int64, the slot of each token, any slot for padding."""
+
+    x: Tensor
+    positions: Tensor
+    table: Tensor
+    size: Tensor
+    row_start: Tensor
+    owner: Tensor
+
+
 class LookUp(NamedTuple):
     """The n-gram look-up: suffixes of min_n .. max_n tokens; a draft ends before a token that is `vocab` or more."""
 
@@ -91,6 +103,54 @@ def prepare_kernel(
     else:
         p = (at - W - 1) * RUN + tl.arange(0, RUN)
         tl.store(table + row * P + p, tl.load(block_table + slot * P + p, mask=(p < P) & live, other=0), mask=p < P)
+
+
+@triton.jit(do_not_specialize=["W", "D", "T", "L", "P", "K", "V"])
+def prepare_shared_kernel(
+    slots, k, tokens, length, limit, alive, block_table, draft, draft_size, embedding, x, positions, table, size, row_start,
+    owner, W, D, T, L, P, K, V, ROWS: tl.constexpr, LANES: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, RUN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program for each of T tokens, and of each row one for each RUN pages of its block table; each works out for itself
+    which row has how many drafts."""
+    at = tl.program_id(0)
+    r = tl.arange(0, LANES)
+    there = r < ROWS
+    wait(PDL)
+    slot = tl.load(slots + r, mask=there, other=0)
+    live = tl.load(alive + slot, mask=there, other=0) > 0
+    end = tl.load(length + slot, mask=there, other=1)
+    most = tl.minimum(tl.load(draft_size + slot, mask=there, other=0), tl.load(k + r, mask=there, other=0))
+    most = tl.minimum(tl.minimum(most, tl.load(limit + slot, mask=there, other=0) - end - 1), W)
+    most = tl.where(live, tl.maximum(most, 0), 0)
+    kept = most - tl.minimum(tl.maximum(tl.cumsum(most, 0) - D, 0), most)
+    start = r + tl.cumsum(kept, 0) - kept
+    if at < T:
+        mine = there & (start <= at) & (at <= start + kept)
+        ours = tl.sum(mine.to(tl.int32), 0) > 0
+        own = tl.sum(tl.where(mine, slot, 0), 0)
+        last = tl.sum(tl.where(mine, end, 0), 0) - 1  # the last committed token
+        alone = tl.sum(tl.where(mine & live, 1, 0), 0) > 0
+        ahead = at - tl.sum(tl.where(mine, start, 0), 0)
+        token = tl.load(tokens + own * L + last, mask=ours, other=-1)
+        if ours & (ahead > 0):
+            token = tl.load(draft + own * K + ahead - 1)
+            tl.store(tokens + own * L + last + ahead, token, mask=alone & (last + ahead < L))
+        tl.store(positions + at, tl.where(ours, tl.where(alone, last, 0) + ahead, 0).to(tl.int64))
+        tl.store(owner + at, own)
+        h = tl.arange(0, HP)
+        known = (h < H) & (token >= 0) & (token < V)
+        tl.store(x + at.to(tl.int64) * H + h, tl.load(embedding + token * H + h, mask=known, other=0.0), mask=h < H)
+        if at == 0:
+            tl.store(size + r, kept, mask=there)
+            tl.store(row_start + r, start.to(tl.int32), mask=there)
+            tl.store(row_start + ROWS, (ROWS + tl.sum(kept, 0)).to(tl.int32))
+    else:
+        row = (at - T) % ROWS
+        p = (at - T) // ROWS * RUN + tl.arange(0, RUN)
+        own = tl.sum(tl.where(r == row, slot, 0), 0)
+        alone = tl.sum(tl.where((r == row) & live, 1, 0), 0) > 0
+        tl.store(table + row * P + p, tl.load(block_table + own * P + p, mask=(p < P) & alone, other=0), mask=p < P)
 
 
 @triton.jit
@@ -214,6 +274,27 @@ def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, 
         slot, k, pool.tokens, pool.length, pool.limit, pool.alive, pool.block_table, pool.draft, pool.draft_size, embedding,
         *out, width, pool.tokens.shape[1], pages, pool.draft.shape[1], vocab, hidden, power_of_two(hidden), run, pdl,
         **launch_options(4, pdl),
+    )
+    return out
+
+
+def prepare_shared(
+    pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, drafts: int, pdl: int = 0
+) -> Shared:
+    """The same where all rows share `drafts` drafts, handed out from the first row on, and the tokens of the rows lie end to
+    end, with padding behind them up to rows + drafts tokens. At most `width` drafts for a row."""
+    rows, (_, pages) = len(slot), pool.block_table.shape
+    vocab, hidden = embedding.shape
+    total = rows + drafts
+    out = Shared(
+        embedding.new_empty(total, hidden), slot.new_empty(total), pool.block_table.new_empty(rows, pages),
+        slot.new_empty(rows), pool.block_table.new_empty(rows + 1), slot.new_empty(total),
+    )
+    run = min(TABLE_RUN, power_of_two(pages))
+    prepare_shared_kernel[(total + rows * triton.cdiv(pages, run),)](
+        slot, k, pool.tokens, pool.length, pool.limit, pool.alive, pool.block_table, pool.draft, pool.draft_size, embedding,
+        *out, width, drafts, total, pool.tokens.shape[1], pages, pool.draft.shape[1], vocab, rows, power_of_two(rows), hidden,
+        power_of_two(hidden), run, pdl, **launch_options(4, pdl),
     )
     return out
 
