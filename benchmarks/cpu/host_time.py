@@ -73,7 +73,7 @@ def engine(rows: int, speculation: Speculation | None, detokenizer: Callable[[],
 
     assert isinstance(it._step, FixedStep)
     it._step._run = ready
-    it._step._cost = lambda rows, width: 1.0 + 0.05 * width
+    it._step._cost = lambda rows, width, drafts: 1.0 + 0.05 * width
     params = SamplingParams(temperature=0.0, max_tokens=LONGEST - PROMPT)
     for i in range(rows):
         prompt = tuple(torch.randint(2, VOCAB, (PROMPT,), generator=generator).tolist())
