@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -195,7 +196,11 @@ class FixedStep:
             if decoding != self._decoding.rows:
                 self._decoding = self._line_up(decoding)
             _, lines, slot, k, chances, asked = self._decoding
-            width, drafts, k = self._shape(lines, k, chances)
+            # what is known of the rows is a step old
+            most, shared = k[: len(decoding)], self.shared_drafts(lines)
+            cost = partial(self._cost, lines)
+            width, drafts, shares = self.policy.step_shape(self.widths, shared, chances, most, cost)
+            k = shares + k[len(decoding) :]
             parts.append((decoding, self._receive(self._run(Key(lines, width, *asked, drafts), slot, k))))
         if prompts:  # the last report is on its way down: graphs share their memory
             parts.append(self._prefill(prompts))
@@ -210,27 +215,6 @@ class FixedStep:
         slot = [row.sequence.slot for row in rows] + [self.nobody] * padding
         k = [row.k for row in rows] + [0] * padding
         return Decoding(rows, lines, slot, k, [row.sequence.chances for row in rows], self._asked(rows))
-
-    def _shape(self, lines: int, most: list[int], chances: list[Chances]) -> tuple[int, int | None, list[int]]:
-        """How many drafts a step of so many lines is to verify for each row and, if that is less, in all, when each row may
-        have at most so many; and how many each may have then. What is known of the rows is a step old."""
-        if max(most) == 0:
-            return 0, None, most
-        enough = next(i for i, width in enumerate(self.widths) if width >= max(most))
-        width = self.policy.step_width(self.widths[: enough + 1], chances, lambda width: self._cost(lines, width, None))
-        best: tuple[int, int | None, list[int]] = (width, None, most)
-        ms = self._cost(lines, width, None)
-        if ms is None:
-            return best
-        rate = (len(chances) + sum([row.expected(width) for row in chances])) / ms
-        for drafts in self.shared_drafts(lines):
-            shared_ms = self._cost(lines, self.width, drafts)
-            if shared_ms is not None:
-                shares, expected = self.policy.shared(chances, most, drafts)
-                faster = (len(chances) + expected) / shared_ms
-                if faster > rate and expected > 0:
-                    best, rate = (self.width, drafts, shares + most[len(chances) :]), faster
-        return best
 
     def shared_drafts(self, lines: int) -> tuple[int, ...]:
         """For steps of so many lines, what they may draft together where that is less than the width for each."""

@@ -114,21 +114,52 @@ class Policy:
             shares[r] += 1
         return shares
 
-    @staticmethod
-    def step_width(widths: Sequence[int], rows: Sequence[Chances], cost: Callable[[int], float | None]) -> int:
+    @classmethod
+    def step_shape(
+        cls, widths: Sequence[int], shared: Sequence[int], rows: Sequence[Chances], most: Sequence[int],
+        cost: Callable[[int, int | None], float | None],
+    ) -> tuple[int, int | None, list[int]]:
+        """The shape of a step whose rows all have the same width, one of `widths` (ascending from 0), or share so many drafts,
+        at most the last of the widths each: the one with most tokens a second. Its width, its shared drafts (None: as many for
+        each), and how many drafts each row may have, of at most so many. cost(width, drafts): milliseconds of a step."""
+        if max(most) == 0:
+            return 0, None, list(most)
+        enough = next(i for i, width in enumerate(widths) if width >= max(most))
+        width, rate = cls._fastest(widths[: enough + 1], rows, lambda width: cost(width, None))
+        best: tuple[int, int | None, list[int]] = (width, None, list(most))
+        if rate is None:
+            return best
+        for drafts in shared:
+            ms = cost(widths[-1], drafts)
+            if ms is not None:
+                shares, expected = cls.shared(rows, most, drafts)
+                faster = (len(rows) + expected) / ms
+                if expected > 0 and faster > rate:
+                    best, rate = (widths[-1], drafts, shares), faster
+        return best
+
+    @classmethod
+    def step_width(cls, widths: Sequence[int], rows: Sequence[Chances], cost: Callable[[int], float | None]) -> int:
         """The width of a step in which every row has the same: of these, ascending from 0, the one with most tokens a second.
         cost(width): milliseconds of a step, None if not known. Of unknown ones the widest counts as free, so that it comes to
         be known, and others are passed over."""
+        return cls._fastest(widths, rows, cost)[0]
+
+    @staticmethod
+    def _fastest(
+        widths: Sequence[int], rows: Sequence[Chances], cost: Callable[[int], float | None]
+    ) -> tuple[int, float | None]:
+        """As step_width; and its tokens a millisecond, None where that is not known."""
         known = [(width, ms) for width in widths if (ms := cost(width)) is not None]
         if len(widths) > 1 and (not known or known[0][0] != 0 or known[-1][0] != widths[-1]):
-            return widths[-1] if any(row.expected(widths[-1]) for row in rows) else 0
+            return widths[-1] if any(row.expected(widths[-1]) for row in rows) else 0, None
         best, most = 0, 0.0
         for width, ms in known:
             expected = sum([row.expected(width) for row in rows])
             rate = (len(rows) + expected) / ms
             if rate > most and (expected > 0 or width == 0):
                 best, most = width, rate
-        return best
+        return best, most or None
 
     @staticmethod
     def shared(rows: Sequence[Chances], most: Sequence[int], drafts: int) -> tuple[list[int], float]:
