@@ -22,7 +22,7 @@ from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one
 from forerun.kernels import cuda_products as products
 from forerun.kernels.cuda_attention import attend_decode, attend_ragged
 from forerun.kernels.cuda_cuts import FEW_TOKENS, choose, fitting
-from forerun.kernels.cuda_products import AFTER_WAIT, AT_ONCE, Tiles, launch, power_of_two
+from forerun.kernels.cuda_products import AFTER_WAIT, AT_ONCE, Tiles, launch, launch_options, power_of_two
 from forerun.types import require
 
 
@@ -115,15 +115,15 @@ class CudaKernels:
         blocks = triton.cdiv(v, 4096)
         tops = logits.new_empty(total, blocks, dtype=torch.float32)
         firsts = logits.new_empty(total, blocks, dtype=torch.int32)
-        products.block_best_kernel[(total, blocks)](logits, tops, firsts, v, 4096, self.pdl, **self._launch())
+        products.block_best_kernel[(total, blocks)](logits, tops, firsts, v, 4096, self.pdl, **launch_options(4, self.pdl))
         out = firsts.new_empty(total, dtype=torch.int64)
-        products.best_kernel[(total,)](tops, firsts, out, blocks, power_of_two(blocks), self.pdl, **self._launch())
+        products.best_kernel[(total,)](tops, firsts, out, blocks, power_of_two(blocks), self.pdl, **launch_options(4, self.pdl))
         return out
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
         k = x.shape[1]
-        products.rms_norm_kernel[(x.shape[0],)](x, norm, out, eps, k, power_of_two(k), self.pdl, **self._launch())
+        products.rms_norm_kernel[(x.shape[0],)](x, norm, out, eps, k, power_of_two(k), self.pdl, **launch_options(4, self.pdl))
         return out
 
     def bind(self, layers: Layers) -> RunLayers:
@@ -151,6 +151,3 @@ class CudaKernels:
             launch(tiles, self.pdl, self.rms_norm(x, norm, eps), None, eps, weight, bias, None, out, gate)
         else:
             launch(tiles, self.pdl, x, norm, eps, weight, bias, None, out, gate)
-
-    def _launch(self) -> dict[str, int | bool]:
-        return {"num_warps": 4, "launch_pdl": True} if self.pdl else {"num_warps": 4}

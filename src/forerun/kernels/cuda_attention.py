@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch
-from forerun.kernels.cuda_products import begin, power_of_two, prefetch, wait
+from forerun.kernels.cuda_products import begin, launch_options, power_of_two, prefetch, wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # in place of -inf where nothing has been seen, so that differences stay numbers
@@ -359,8 +359,8 @@ def attend_decode(
         batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width, HEADS=heads, KV=kv, D=dim, DP=padded,
         HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=power_of_two(width), BN=cut.positions,
         BLOCK=key_pages.shape[2], SPLITS=splits, LEAST=cut.least, WINDOW=window, NORM=q_norm is not None,
-        FAR=key_pages.numel() >= 1 << 31, AT_ONCE=cut.at_once, RAGGED=ragged, PDL=pdl, num_warps=cut.warps, num_stages=1,
-        **({"launch_pdl": True} if pdl else {}),
+        FAR=key_pages.numel() >= 1 << 31, AT_ONCE=cut.at_once, RAGGED=ragged, PDL=pdl, num_stages=1,
+        **launch_options(cut.warps, pdl),
     )
     return out
 

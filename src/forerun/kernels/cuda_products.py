@@ -279,6 +279,11 @@ def power_of_two(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
+def launch_options(warps: int, pdl: int) -> dict[str, Any]:
+    """Triton's own arguments of a launch."""
+    return {"num_warps": warps, "launch_pdl": True} if pdl else {"num_warps": warps}
+
+
 def launch(
     tiles: Tiles, pdl: int, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
     residual: Tensor | None,
@@ -296,7 +301,7 @@ def launch(
     )
     flags: dict[str, Any] = {
         "NORM": norm is not None, "GATE": gate, "ADD": residual is not None, "BIAS": bias is not None,
-        "PDL": pdl, "num_warps": tiles.warps, **({"launch_pdl": True} if pdl else {}),
+        "PDL": pdl, **launch_options(tiles.warps, pdl),
     }
     if tiles.step == 0:
         width = max(16 * tiles.warps, power_of_two(triton.cdiv(k, tiles.stages)))

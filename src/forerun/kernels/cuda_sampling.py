@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.kernels.cuda_products import power_of_two, wait
-from forerun.kernels.cuda_step import launch_options
+from forerun.kernels.cuda_products import launch_options, power_of_two, wait
 from forerun.verify.noise import CHOOSE
 
 DRAW_BLOCK = 2048  # logits that a program adds up; a draw rounds alike in every batch only if this never changes

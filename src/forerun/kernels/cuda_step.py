@@ -15,13 +15,13 @@ launch directly before them.
 # mypy: disable-error-code="no-untyped-def,assignment"
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.kernels.cuda_products import power_of_two, wait
+from forerun.kernels.cuda_products import launch_options, power_of_two, wait
 
 TABLE_RUN = 1024  # entries of a block table that one program copies
 SCAN = 1024  # positions that the look-up compares at a time
@@ -345,8 +345,3 @@ def ngram(pool: Pool, slot: Tensor, look_up: LookUp, counts: Tensor, pdl: int = 
         look_up.vocab, power_of_two(width), look_up.min_n, look_up.max_n, SCAN, UNROLLED, pdl,
         **launch_options(SCAN_WARPS, pdl),
     )
-
-
-def launch_options(warps: int, pdl: int) -> dict[str, Any]:
-    """Triton's own arguments of a launch."""
-    return {"num_warps": warps, "launch_pdl": True} if pdl else {"num_warps": warps}
