@@ -285,7 +285,7 @@ def test_one_graph_serves_all_filters(tmp_path) -> None:
         sampling.set(slot, Request(str(slot), (1, 2), params, 4, 7))
     for probs, keys in ((False, 1), (True, 2)):
         lives = Lives(slots, 2, target.vocab, probs=probs)
-        body = FusedBody(target, target.kernels, kv, slots, sampling, lives, None, False)
+        body = FusedBody(target, kv, slots, sampling, lives, None, False)
         assert len({body.features([0]), body.features([1])}) == keys
         assert body.features([2]).penalties and not body.features([3]).filtered
 
@@ -308,7 +308,7 @@ def test_prompts_of_the_fused_body(tmp_path) -> None:
         slots.length[:3] = torch.tensor([13, 12, 20], device=DEVICE)
         lives.alive[:3], lives.limit[:3], lives.limit[0] = True, 50, 14
         parts = (kv, slots, sampling, lives, drafter, False)
-        body = FusedBody(target, target.kernels, *parts) if padded else Body(target, *parts)
+        body = (FusedBody if padded else Body)(target, *parts)
         nobody = [(4, 0, 0, 0)] * (2 if padded else 0)
         body.prefill(PromptKey(8, 1), torch.tensor([(0, 0, 8, 0)], device=DEVICE).T.contiguous())
         given = torch.tensor([*rows[:2], *nobody, *rows[2:]], device=DEVICE).T.contiguous()

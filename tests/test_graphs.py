@@ -30,6 +30,7 @@ from forerun.models.config import ModelConfig, Rope
 from forerun.models.decoder import Target
 from forerun.types import Event, Request, SamplingParams
 from tests.test_cuda_kernels import interpreter_that_numpy_allows  # noqa: F401  (a fixture for all tests here)
+from tests.test_device import NoText
 
 NGRAM = Speculation("ngram", 3, 1, 3)
 
@@ -68,14 +69,6 @@ class Repeated(Graphs):
     @staticmethod
     def _time(graph: object) -> float:
         return 1.0
-
-
-class NoText:
-    def push(self, ids: list[int]) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 def target(captured: bool) -> Target:
@@ -145,7 +138,7 @@ def test_rows_that_share_their_drafts(monkeypatch: pytest.MonkeyPatch, fused: bo
     monkeypatch.setattr(engines, "captures", lambda target: True)
     monkeypatch.setattr(engines, "Graphs", Sharing)
     if not fused:
-        monkeypatch.setattr(engines, "fused_body", Body)
+        monkeypatch.setattr(engines, "fused_body", lambda: Body)
     config = EngineConfig(max_model_len=24, max_num_seqs=6, kv_cache_tokens=256, block_size=8, speculation=NGRAM)
     plain = replace(config, speculation=None)
     it = Engine(target(fused), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, fixed=True)

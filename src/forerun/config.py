@@ -168,6 +168,9 @@ class Speculation:
         return {k: v for k, v in dataclasses.asdict(self).items() if k in self.keys_of(self.method)}
 
 
+BUDGET = {"cpu": 2048, "cuda": 8192}  # max_num_batched_tokens where none is given
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How the engine runs.
@@ -198,7 +201,7 @@ class EngineConfig:
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
-        tokens = self.max_num_batched_tokens or 2048
+        tokens = self.max_num_batched_tokens or BUDGET["cpu"]
         require(
             tokens >= self.max_num_seqs,
             "max_num_batched_tokens",

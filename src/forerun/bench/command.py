@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.bench import arms, launching, run, traces, workloads
+from forerun.bench import arms, embedded, launching, run, traces, workloads
 from forerun.bench.arms import BASELINE, CONTROL
 from forerun.bench.launching import ServedArm
 from forerun.bench.openai import DIALECTS, Address
@@ -198,18 +198,11 @@ def _embedded(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
     slots = slots_of(options, plan)
 
     candidates = arms.parse(options.arms or arms.DEFAULT_ARMS)
-    share = 0.9 / (1 + len(candidates))  # all engines are there at once
+    build = embedded.engines(loaded, slots, options.dtype, options.device, 1 + len(candidates))
 
     def side(arm: arms.Arm) -> Side:
         settings = arm.speculation.effective() if arm.speculation else None
-
-        def build() -> LLM:
-            return LLM(
-                loaded, speculative_config=arm.speculation, dtype=options.dtype, device=options.device, max_num_seqs=slots,
-                gpu_memory_utilization=share,
-            )
-
-        return Embedded(ServedArm(arm.name, settings), build)
+        return Embedded(ServedArm(arm.name, settings), lambda: build(arm))
 
     sides = [side(arm) for arm in (arms.Arm(BASELINE, None), *candidates)]
     if plan.control:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forerun.config import EngineConfig, Speculation
+from forerun.config import BUDGET, EngineConfig, Speculation
 from forerun.drafters import Drafter
 from forerun.drafters.draft_model import DeviceDraftModel, DraftModel
 from forerun.drafters.ngram import DeviceNgram, Ngram
@@ -50,7 +50,8 @@ def _draft_model(s: Speculation, e: Surroundings) -> Drafter:
     vocab = min(e.vocab, e.model.vocab)
     sampled = s.draft_sample_method == "probabilistic"
     if not e.fixed:
-        return DraftModel(e.model, kv, e.slots, e.sampling, vocab, limit, e.config.max_num_batched_tokens or 2048, sampled)
+        budget = e.config.max_num_batched_tokens or BUDGET[e.slots.length.device.type]
+        return DraftModel(e.model, kv, e.slots, e.sampling, vocab, limit, budget, sampled)
     longest = e.config.max_model_len or limit
     remedy = f"on a GPU the drafter must take the target's context; give max_model_len={limit} to the engine"
     require(longest <= limit and e.slots.tokens.shape[1] <= limit + PADDING, "max_model_len", longest, remedy)

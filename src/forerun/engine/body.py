@@ -212,14 +212,18 @@ class Body:
 
     def _choose(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         """The target's own token behind each position, [B(W+1)]."""
-        every = slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
-        shaped = self.sampling.shape(logits, every, positions + 1, key.features)
+        shaped, every = self._shaped(key, slot, positions, logits)
         return self.sampling.choose(shaped, every, positions + 1, key.features)
+
+    def _shaped(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits under biases, bans and penalties, and the slot of each of their rows; positions: [N], of which each of
+        the slots [B] has as many."""
+        every = slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
+        return self.sampling.shape(logits, every, positions + 1, key.features), every
 
     def _weigh(self, key: Key, slot: Tensor, positions: Tensor, logits: Tensor, draft: Draft, length: Tensor) -> Verdict:
         """What the rule for drafts with probabilities makes of the draft. length: [B], before the step."""
-        every = slot.repeat_interleave(key.width + 1, output_size=len(positions))
-        shaped = self.sampling.shape(logits, every, positions + 1, key.features)
+        shaped, every = self._shaped(key, slot, positions, logits)
         target = self.sampling.probs(shaped, every, key.features).view(len(slot), key.width + 1, -1)
         seed = self.sampling.seed[slot]
         accept = noise.block_noise(seed, length, key.width, noise.ACCEPT)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from forerun.config import EngineConfig
+from forerun.config import BUDGET, EngineConfig
 from forerun.drafters import Drafter, Needs
 from forerun.engine.body import Body, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes, unknown_cost
 from forerun.engine.fixed import FixedStep
@@ -67,7 +67,7 @@ class Engine:
         limit = target.max_positions
         require(self.max_model_len <= limit, "max_model_len", self.max_model_len, f"the model takes at most {limit}")
         device = target.device
-        self.budget = config.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
+        self.budget = config.max_num_batched_tokens or BUDGET[device.type]
         width = speculation.num_speculative_tokens if speculation else 0
         tokens = config.kv_cache_tokens or self._default_kv_tokens(target, make_drafter, detokenizer)
         pages = Pages(tokens // config.block_size, config.block_size, config.enable_prefix_caching)
@@ -92,7 +92,7 @@ class Engine:
             parts = (self.kv, self.slots, self.sampling, lives, self.drafter, block)
             rows = sizes(config.max_num_seqs)
             if captures(target):
-                self.graphs = Graphs(fused_body(target, *parts), lines - 1)
+                self.graphs = Graphs(fused_body()(target, *parts), lines - 1)
                 prompts = prompt_sizes(min(self.budget, config.max_num_seqs * self.max_model_len), config.max_num_seqs)
                 cost = self.graphs.cost if config.adaptive_drafts else unknown_cost
                 run = (self.graphs.run, cost, prompts, self.graphs.run_prompts)

@@ -5,41 +5,39 @@ of engine/body.py, for CUDA.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from torch import Tensor
 
-from forerun.drafters import Drafter
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.body import Body, Key, Lives, PromptKey
-from forerun.engine.slots import Slots
+from forerun.engine.body import Body, Key, PromptKey
 from forerun.kernels import Batch, cuda_sampling, cuda_step
 from forerun.kernels.cuda import CudaKernels
-from forerun.models.decoder import KVCache, Target
 from forerun.types import Draft, Verdict
-from forerun.verify.sampling import Features, SamplingState
+from forerun.verify.sampling import Features
 
 
 class FusedBody(Body):
-    def __init__(
-        self,
-        target: Target,
-        kernels: CudaKernels,
-        kv: KVCache,
-        slots: Slots,
-        sampling: SamplingState,
-        lives: Lives,
-        drafter: Drafter | None,
-        block: bool,
-    ) -> None:
-        super().__init__(target, kv, slots, sampling, lives, drafter, block)
-        self._kernels, self._pdl = kernels, kernels.pdl
-        self._weighs = lives.draft_probs is not None
+    @cached_property
+    def _kernels(self) -> CudaKernels:
+        assert isinstance(self.target.kernels, CudaKernels)
+        return self.target.kernels
+
+    @cached_property
+    def _pdl(self) -> int:
+        return self._kernels.pdl
+
+    @cached_property
+    def _pool(self) -> cuda_step.Pool:
+        slots, lives = self.slots, self.lives
         ends, drafts = (lives.limit, lives.alive, lives.stop_ids), (lives.draft, lives.draft_size)
-        self._pool = cuda_step.Pool(slots.tokens, slots.length, *ends, slots.block_table, *drafts)
-        # the look-up goes into the launch that commits; any other drafter proposes by itself
-        self._look_up = (
-            cuda_step.LookUp(drafter.min_n, drafter.max_n, drafter.vocab) if isinstance(drafter, DeviceNgram) else None
-        )
+        return cuda_step.Pool(slots.tokens, slots.length, *ends, slots.block_table, *drafts)
+
+    @cached_property
+    def _look_up(self) -> cuda_step.LookUp | None:
+        """What the launch that commits looks up; any other drafter proposes by itself."""
+        drafter = self.drafter
+        return cuda_step.LookUp(drafter.min_n, drafter.max_n, drafter.vocab) if isinstance(drafter, DeviceNgram) else None
 
     def _lay_out(self, key: Key, slot: Tensor, k: Tensor) -> tuple[Draft, Batch, Tensor | None]:
         embedding = self.target.weights.embedding
@@ -59,13 +57,13 @@ class FusedBody(Body):
     def features(self, slots: Iterable[int]) -> Features:
         """Which filters are on, and how wide, is found out row by row: one graph for all of them."""
         found = super().features(slots)
-        return found._replace(min_p=True, top_k=1, top_p=True, unbounded=True) if found.filtered and not self._weighs else found
+        weighed = self.lives.draft_probs is not None
+        return found._replace(min_p=True, top_k=1, top_p=True, unbounded=True) if found.filtered and not weighed else found
 
     def _choose(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         features, sampling = key.features, self.sampling
         if features.shaped:
-            every = slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
-            logits = sampling.shape(logits, every, positions + 1, features)
+            logits, _ = self._shaped(key, slot, positions, logits)
         if not features.sampled:
             return self._kernels.argmax(logits)
         by = cuda_sampling.Filters(sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p)

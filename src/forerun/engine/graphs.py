@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from forerun.device import send_integers
-from forerun.drafters import Drafter
-from forerun.engine.body import Body, Key, Lives, PromptKey, Report
-from forerun.engine.slots import Slots
-from forerun.models.decoder import KVCache, Target
-from forerun.verify.sampling import SamplingState
+from forerun.engine.body import Body, Key, PromptKey, Report
+from forerun.models.decoder import Target
 
 
 def captures(target: Target) -> bool:
@@ -24,15 +21,11 @@ def captures(target: Target) -> bool:
     return target.device.type == "cuda" and target.dtype in (torch.bfloat16, torch.float16)
 
 
-def fused_body(
-    target: Target, kv: KVCache, slots: Slots, sampling: SamplingState, lives: Lives, drafter: Drafter | None, block: bool
-) -> Body:
-    """The body that is captured. Imported here, since it needs triton, which torch for the CPU does not bring."""
+def fused_body() -> type[Body]:
+    """What makes the bodies that are captured. Imported here, since it needs triton, which torch for the CPU does not bring."""
     from forerun.engine.fused import FusedBody
-    from forerun.kernels.cuda import CudaKernels
 
-    assert isinstance(target.kernels, CudaKernels)
-    return FusedBody(target, target.kernels, kv, slots, sampling, lives, drafter, block)
+    return FusedBody
 
 
 class Graphs:
