@@ -147,6 +147,14 @@ class Subject:
     together: bool = True
     command: tuple[str, ...] = ()
 
+    async def up(self, side: Side) -> None:
+        """Have this side up: beside the others, or alone where they take turns."""
+        if not self.together:
+            for other in self.sides:
+                if other is not side:
+                    await other.down()
+        await side.up()
+
 
 async def measure(
     plan: Plan, subject: Subject, watcher: Watcher, clock: Callable[[], float] = time.perf_counter
@@ -162,11 +170,7 @@ async def measure(
         steps = interleaved if subject.together else in_turns
         for step in steps(plan, len(subject.sides)):
             side = subject.sides[step.side]
-            if not subject.together:
-                for other in subject.sides:
-                    if other is not side:
-                        await other.down()
-            await side.up()
+            await subject.up(side)
             label = step.task.name if len(plan.loads) == 1 else f"{step.task.name} at {step.load.label}"
             watcher.began(label, _name(plan, subject, step.side), step.round_ - plan.warmups, step.warmup)
             batch = await _batch(plan, subject, step, len(batches), clock)
@@ -396,10 +400,7 @@ async def _gap(
     """By how much the baseline preferred its token there to the next best; None if it answers differently this time, or gives
     no logprobs."""
     side = subject.sides[0]
-    if not subject.together:
-        for other in subject.sides[1:]:
-            await other.down()
-    await side.up()
+    await subject.up(side)
     ask = ask_of(plan, subject, task, prompt, 0, False, "gap")
     ask = replace(ask, logprobs=2, max_tokens=position + 1 if by_token else ask.max_tokens)
     now = clock()
@@ -426,11 +427,7 @@ async def _draws(plan: Plan, subject: Subject, clock: Callable[[], float]) -> li
     the second, which is verified, together as one. The seeds of two arms differ, so that their draws are independent."""
     found = []
     for index, side in enumerate(subject.sides if plan.samples else ()):
-        if not subject.together:
-            for other in subject.sides:
-                if other is not side:
-                    await other.down()
-        await side.up()
+        await subject.up(side)
         for prompt in coin_tosses():
             first = plan.seed + 10_000 * (index + 1)
             asks = [
