@@ -13,10 +13,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions and ours are defined, at the imports below
 pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, which is not installed")
 
-from forerun.kernels import AttentionShape, Batch, reference
+from forerun.kernels import AttentionShape, Batch, cuda_attention, reference
 from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_cuts import fitting
-from forerun.kernels.cuda_products import Tiles
+from forerun.kernels.cuda_products import Tiles, parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's dot products do not know bfloat16
@@ -62,7 +62,7 @@ def wide(function, *given):
     return function(*(x.float() if isinstance(x, torch.Tensor) else x for x in given))
 
 
-# all of K in one part, in three; K in a loop, with a norm of its own, split over the warps; more tokens in a program
+# all of K in one part or two, in three; K in a loop, with a norm of its own, split over the warps; more tokens in a program
 CUTS = [
     Tiles(8, 4, 0, 1), Tiles(16, 2, 0, 3), Tiles(16, 4, 64, 2), Tiles(16, 4, 64, 2, apart=True), Tiles(16, 4, 64, 2, 4),
     Tiles(16, 4, 64, 2, tokens=32), Tiles(8, 4, 0, 2, tokens=32),
@@ -92,6 +92,16 @@ def test_a_cut_fits_the_shared_memory() -> None:
     assert fitting(cut, True, 100_000) == cut._replace(stages=2)
     assert fitting(cut, True, 50_000) == cut._replace(stages=2, step=128)
     assert fitting(Tiles(8, 4, 0, 2), False, 1000) == Tiles(8, 4, 0, 2)  # held in registers
+
+
+def test_k_is_held_in_parts_with_little_to_spare() -> None:
+    assert parts(576, 2, 64) == (512, 64) and parts(576, 3, 64) == (256, 256, 64)
+    assert parts(1024, 2, 32) == (512, 512) and parts(3072, 2, 128) == (2048, 1024)
+    assert parts(960, 2, 64) == (512, 512) and parts(40, 2, 64) == (64,)
+    for k in (96, 700, 1100, 2048):
+        for count in (1, 2, 3):
+            found = parts(k, count, 32)
+            assert k <= sum(found) < 2 * k and len(found) <= count + 1 and list(found) == sorted(found, reverse=True)
 
 
 def test_an_output_does_not_depend_on_how_many_tokens_there_are(run: CudaKernels) -> None:
@@ -162,6 +172,13 @@ def check_attention(kernels: CudaKernels, rows, shape: AttentionShape, norms: bo
 SHAPES = [AttentionShape(6, 2, 16, 0, EPS), AttentionShape(4, 2, 32, 0, EPS), AttentionShape(3, 3, 24, 40, EPS)]
 
 
+@pytest.fixture(params=["few", "many"])
+def rows_are(request, monkeypatch) -> None:
+    """Attention cut as for few rows, or as for many."""
+    monkeypatch.setattr(cuda_attention, "FEW", getattr(cuda_attention, request.param.upper()))
+
+
+@pytest.mark.usefixtures("rows_are")
 @pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("context", [100, 512])  # one stretch, several
@@ -170,6 +187,7 @@ def test_decode_attention(run: CudaKernels, width: int, shape: AttentionShape, c
     check_attention(run.bounded(width, context), [(first, width) for first in firsts], shape, norms=shape.head_dim == 32)
 
 
+@pytest.mark.usefixtures("rows_are")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("context", [100, 512])
 def test_decode_attention_of_rows_of_several_lengths(run: CudaKernels, shape: AttentionShape, context: int) -> None:
@@ -192,6 +210,7 @@ def test_decode_attention_of_rows_of_several_lengths(run: CudaKernels, shape: At
         assert torch.equal(with_padding, without)
 
 
+@pytest.mark.usefixtures("rows_are")
 @pytest.mark.parametrize("context", [100, 512])
 def test_a_verify_step_attends_to_the_bit_as_plain_steps_do(run: CudaKernels, context: int) -> None:
     shape, first, width = AttentionShape(6, 2, 16, 0, EPS), 60 if context == 100 else 253, 5
@@ -203,6 +222,12 @@ def test_a_verify_step_attends_to_the_bit_as_plain_steps_do(run: CudaKernels, co
     for i in range(width):
         one = batch._replace(positions=batch.positions[i : i + 1])
         assert torch.equal(run.bounded(1, context).attend(qkv[i : i + 1], *given, one), together[i : i + 1])
+
+
+def test_attention_of_a_row_is_cut_alike_whatever_its_tokens() -> None:
+    assert cuda_attention.cut_for(64, 3, 48).early and cuda_attention.cut_for(128, 2, 16).early
+    assert not cuda_attention.cut_for(64, 3, 49).early and not cuda_attention.cut_for(96, 2, 17).early
+    assert cuda_attention.cut_for(256, 2, 8).positions == 64
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -267,16 +292,17 @@ def check(kernel, **constants):
     compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 heads = dict(HEADS=4, KV=2, D=32, DP=32, HP=16, BM=16, BLOCK=16, NORM=True, FAR=True)
-decode = dict(heads, WIDTH=5, QUERIES=1, TOKENS=8, BN=32, SPLITS=4, LEAST=1, WINDOW=64, AT_ONCE=2)
+decode = dict(heads, WIDTH=5, QUERIES=1, TOKENS=16, BN=32, SPLITS=4, LEAST=1, WINDOW=64, AT_ONCE=2)
 for pdl in (0, 1, 2):
     for ragged in (False, True):
-        check(attention.decode_kernel, **decode, RAGGED=ragged, PDL=pdl)
+        for early in (False, True):
+            check(attention.decode_kernel, **decode, RAGGED=ragged, EARLY=early, PDL=pdl)
 check(attention.rotate_kernel, **heads, RP=2)
 del heads["NORM"], heads["HP"]
 check(attention.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64)
 product = dict(N=64, K=96, BM=16, BN=16, NORM=True, GATE=True, ADD=False, BIAS=False)
 for pdl in (1, 2):
-    check(products.whole_kernel, **product, PARTS=3, WIDTH=64, SPLIT=4, PDL=pdl)
+    check(products.whole_kernel, **product, STARTS=(0, 64), WIDTHS=(64, 32), SPLIT=2, PDL=pdl)
     check(products.loop_kernel, **product, STEP=64, SPLIT=1, AHEAD=64, PDL=pdl)
 """
 

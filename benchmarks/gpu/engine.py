@@ -9,7 +9,8 @@ weights: they tell step times, never acceptance. Times are medians over replays 
 events; tokens/s are wall clock over whole batches, prompts included.
 
 Parts, all by default: limit; check (logits, greedy, like-plain, distribution); sync; drafters; memory; starts; host; tokens;
-queue (128 requests, 32 at once); mixed (half of them copying); sampled; share; replay; shared.
+queue (128 requests, 32 at once); mixed (half of them copying); timeline (where a batch's time goes); sampled; share; replay;
+shared.
 To try the script without CUDA: --small tiny --shapes tiny --share tiny --rows 1,2 --widths 0,4 --samples 64 --tokens 32.
 """
 
@@ -33,7 +34,7 @@ from forerun.models import hub
 from forerun.models.decoder import Target
 
 CHECK = ("logits", "greedy", "like-plain", "distribution")
-PARTS = ("limit", *CHECK, "sync", "drafters", "memory", "starts", "host", "tokens", "queue", "mixed", "sampled")
+PARTS = ("limit", *CHECK, "sync", "drafters", "memory", "starts", "host", "tokens", "queue", "mixed", "timeline", "sampled")
 BY_SHAPE = ("share", "replay", "shared")
 
 
@@ -66,6 +67,7 @@ def small_parts(record: Record, parts: list[str], given: argparse.Namespace, pro
         ],
         "queue": lambda: speed.batches(target, speed.TOKENS_PER_S, repeat * 4, "repeat", 0.0, (128,), given.tokens, 3, rows=32),
         "mixed": lambda: speed.batches(target, speed.TOKENS_PER_S, mixed, "mixed", 0.0, (8, 32), given.tokens, 4),
+        "timeline": lambda: speed.timeline(target, repeat, 32, given.tokens),
         "sampled": lambda: speed.sampled(target, [n for n in given.rows if n <= 32]),
     }
     for part in PARTS:

@@ -29,7 +29,7 @@ from torch import Tensor
 from forerun.kernels import AttentionShape, Batch, cuda_attention, cuda_cuts, reference
 from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_cuts import few_tokens
-from forerun.kernels.cuda_products import Tiles
+from forerun.kernels.cuda_products import Tiles, parts
 
 EPS = 1e-5
 BLOCK = 16
@@ -145,12 +145,12 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
     if k <= 3072:
         for columns in (8, 16, 32):
             for warps in (2, 4, 8):
-                for parts in (1, 2, 3):
-                    width = triton.next_power_of_2(-(-k // parts))
-                    held = columns * rows * parts * width / (warps * 32)  # weights of a thread
-                    tokens = 16 * parts * width / (warps * 32)
-                    if 16 <= held <= 192 and tokens <= 256 and 48 <= n // columns <= 800 and parts * width <= 1.8 * k:
-                        found.append(Tiles(columns, warps, 0, parts))
+                for count in (2, 3, 4):
+                    whole = sum(parts(k, count, 16 * warps))
+                    held = columns * rows * whole / (warps * 32)  # weights of a thread
+                    tokens = 16 * whole / (warps * 32)
+                    if 16 <= held <= 192 and tokens <= 256 and 48 <= n // columns <= 800:
+                        found.append(Tiles(columns, warps, 0, count))
     if n * rows >= 4000 or k >= 2000:
         for columns, warps, step, stages, split in (
             (8, 4, 512, 2, 4), (8, 4, 512, 3, 4), (8, 4, 256, 4, 4), (16, 2, 256, 4, 1), (16, 4, 512, 2, 4), (16, 4, 256, 3, 2),
@@ -162,7 +162,7 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
                 for ahead in (512, 2048) if k >= 2048 else (512,):
                     found.append(Tiles(columns, warps, step, stages, split, ahead))
     if normed and k >= 1024:
-        found = [tiles._replace(apart=True) for tiles in found] + (found if k < 4096 else [])
+        found = [tiles._replace(apart=True) for tiles in found]
     return found
 
 
@@ -187,7 +187,7 @@ def many_cuts(n: int, k: int, gate: bool, normed: bool, most: int) -> list[Tiles
 CLASSES = {  # the loads that a class of tokens is timed with
     16: ((1, 1, 512), (1, 9, 512)),
     32: ((32, 1, 512),),
-    64: ((8, 5, 512),),
+    64: ((8, 1, 512), (8, 5, 512)),
     128: ((16, 5, 512), (128, 1, 512)),
     256: ((32, 5, 512),),
 }
@@ -203,12 +203,16 @@ def table_for(most: int) -> dict[tuple[int, int, bool], Tiles]:
 
 
 ATTENTION_CUTS = tuple(
-    cuda_attention.Cut(warps, positions, 1, at_once=at_once)
-    for warps, positions in ((4, 128), (8, 128), (4, 64), (2, 64)) for at_once in (1, 4)
+    cuda_attention.Cut(warps, positions, 1, at_once=at_once, early=True)
+    for warps, positions in ((4, 128), (8, 128), (8, 256)) for at_once in (4, 8)
 )
 ATTENTION_MANY = tuple(
-    cuda_attention.Cut(4, positions, 1, programs, 4, most)
-    for positions, programs, most in ((128, 264, 16), (128, 264, 8), (128, 64, 16), (64, 264, 16))
+    cuda_attention.Cut(warps, positions, 1, programs, 4, most, early, registers)
+    for warps, positions, programs, most, early, registers in (
+        (4, 128, 264, 16, False, 0), (4, 128, 264, 16, False, 128), (4, 128, 264, 8, False, 128), (4, 128, 1, 1, False, 128),
+        (4, 64, 264, 16, False, 0), (4, 64, 264, 8, False, 0), (4, 64, 1, 1, False, 0), (8, 128, 264, 8, False, 128),
+        (8, 128, 1, 1, False, 128), (8, 128, 264, 8, True, 128),
+    )
 )
 
 
@@ -258,7 +262,7 @@ def attention_key(model: Model) -> tuple[int, int]:
 
 def bound(context: int) -> int:
     """The host's bound on the context, as an engine would have it: well above."""
-    return 8192 if context > 512 else 1024
+    return 8192 if context > 512 else 2048
 
 
 # a whole step ---------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from forerun.config import Speculation
 from forerun.drafters import Needs, Rows
-from forerun.engine.body import Body, Key, shared_drafts
+from forerun.engine.body import Body, Key, PromptKey, shared_drafts
 from forerun.engine.engine import Engine
 from forerun.kernels import Batch
 from forerun.models.decoder import Target
@@ -279,6 +279,54 @@ def batches(
             print({k: v for k, v in cells[-1].items() if k != "tokens_per_s"}, flush=True)
         cells += [{"kind": kind, "requests": count, "arm": name, "problem": why} for name, why in dropped.items()]
         arms = {name: arm for name, arm in arms.items() if name not in dropped}
+    return cells
+
+
+def timeline(target: Target, prompts: Prompts, rows: int = 32, tokens: int = 256) -> list[dict[str, Any]]:
+    """Where the time of a closed batch goes: for each shape of a step how often it came, the milliseconds from one launch's end
+    to the next's by device events (what the device waited for the host included), and what the policy took it to cost."""
+    cells: list[dict[str, Any]] = []
+    for name, arm in TOKENS_PER_S.items() if CUDA else ():
+        it = engine(target, arm, rows)
+        it.warm_up()
+        run(it, prompts[:rows], tokens, 0.0)
+        graphs, step = it.graphs, fixed_step(it)
+        assert graphs is not None
+        marks: list[tuple[tuple[Any, ...], torch.cuda.Event]] = []
+
+        def marked(key: Key, *given: Any, launch: Any = step._run, marks: list[Any] = marks) -> Any:
+            report = launch(key, *given)
+            marks.append(((key.rows, key.width, key.drafts), torch.cuda.Event(enable_timing=True)))
+            marks[-1][1].record()
+            return report
+
+        def marked_prompts(key: PromptKey, *given: Any, launch: Any = step._run_prompts, marks: list[Any] = marks) -> Any:
+            report = launch(key, *given)
+            marks.append((("prompts", key.tokens), torch.cuda.Event(enable_timing=True)))
+            marks[-1][1].record()
+            return report
+
+        step._run, step._run_prompts = marked, marked_prompts
+        before = torch.cuda.Event(enable_timing=True)
+        before.record()
+        ran = run(it, prompts[:rows], tokens, 0.0)
+        found: dict[tuple[Any, ...], list[float]] = {}
+        for shape, end in marks:
+            found.setdefault(shape, []).append(before.elapsed_time(end))
+            before = end
+        cells.append({
+            "arm": name, "seconds": ran.seconds,
+            "shapes": [
+                {
+                    "shape": shape, "steps": len(ms), "total_ms": sum(ms), "median_ms": statistics.median(ms),
+                    "cost_ms": graphs.costs.get(shape),  # type: ignore[call-overload]
+                }
+                for shape, ms in found.items()
+            ],
+        })  # fmt: skip
+        print(json.dumps(cells[-1]), flush=True)
+        del it, graphs, step, marked, marked_prompts
+        release()
     return cells
 
 

@@ -35,8 +35,8 @@ def sizes(most: int) -> tuple[int, ...]:
 
 def shared_drafts(rows: int, width: int) -> tuple[int, ...]:
     """How many drafts all rows together may have in steps that are smaller than rows * (width + 1) tokens: up to where one more
-    token begins another tile of the products (kernels/cuda_cuts.py)."""
-    return tuple(tokens - rows for tokens in (16, 64) if rows < tokens < rows * (width + 1))
+    token begins another tile of the products (kernels/cuda_cuts.py), and from the second tile on twice as many each time."""
+    return tuple(tokens - rows for tokens in (16, 64, 128, 256, 512) if rows < tokens < rows * (width + 1))
 
 
 def unknown_cost(rows: int, width: int, drafts: int | None) -> float | None:

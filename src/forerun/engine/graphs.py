@@ -16,6 +16,9 @@ from forerun.engine.body import Body, Key, PromptKey, Report
 from forerun.models.decoder import Target
 
 
+TYPICAL = 512  # tokens of a sequence for which steps are timed
+
+
 def captures(target: Target) -> bool:
     """Whether the target's kernels can be captured: on CUDA, in a dtype that they are written for."""
     return target.device.type == "cuda" and target.dtype in (torch.bfloat16, torch.float16)
@@ -30,7 +33,7 @@ def fused_body() -> type[Body]:
 
 class Graphs:
     """seconds and bytes: what capturing has cost so far; costs: milliseconds of a replay, by (rows, width, drafts), of greedy
-    steps at the shortest contexts."""
+    steps in the midst of answers."""
 
     def __init__(self, body: Body, nobody: int) -> None:
         self.body, self.nobody = body, nobody
@@ -88,7 +91,7 @@ class Graphs:
         shape = (key.rows, key.width, key.drafts)
         if shape not in self.costs:
             start = time.perf_counter()
-            self.costs[shape] = self._time(self._graphs[key][0])
+            self.costs[shape] = self._cost(self._graphs[key][0])
             self.seconds += time.perf_counter() - start
 
     @torch.inference_mode()
@@ -123,6 +126,26 @@ class Graphs:
 
     def cost(self, rows: int, width: int, drafts: int | None) -> float | None:
         return self.costs.get((rows, width, drafts))
+
+    def _cost(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Milliseconds of a step's replay at TYPICAL tokens. Meanwhile nobody is a sequence so long, for all rows at once: it
+        reads whatever pages there are, and writes behind them, into page 0 (a drafter with a cache of its own begins
+        one position earlier)."""
+        lives, slots, kv, nobody = self.body.lives, self.body.slots, self.body.kv, self.nobody
+        longest = slots.tokens.shape[1]
+        whole = min(TYPICAL, longest // 2) // kv.block_size  # pages
+        some = torch.arange(max(whole - 1, 0), dtype=torch.int32, device=self.device) % max(kv.pages - 1, 1)
+        slots.block_table[nobody, : len(some)] = 1 + some
+        slots.length[nobody] = whole * kv.block_size + 1
+        lives.limit[nobody] = longest - lives.draft.shape[1] - 1
+        lives.alive[nobody] = True
+        try:
+            return self._time(graph)
+        finally:
+            lives.alive[nobody] = False
+            lives.draft_size[nobody] = 0
+            slots.length[nobody] = 1
+            slots.block_table[nobody] = 0
 
     @staticmethod
     def _time(graph: torch.cuda.CUDAGraph) -> float:

@@ -3,8 +3,9 @@ prefill. Knows pages, splits and launches; nothing of models or scheduling.
 
 Decode: the rows have the same number of tokens each. A program takes one row, one key head with all its query heads, and
 one stretch of the pages; how long the stretches are is worked out on the device, so that a launch for a long context costs
-a short one little. A program writes those of the new keys and values that lie in its own stretch before it reads, so none
-waits for another's write. Of several stretches, the program that ends last adds them up, in order.
+a short one little. What earlier steps left in the pages is read before the wait for q, k and v; the new keys and values are
+taken from these, not from the pages, so no program waits for a write. Of several stretches, the program that ends last adds
+them up, in order.
 
 Tiles and stretches begin at fixed positions, and what a query does not see adds nothing to its sums, to the bit: so a
 token's attention is summed alike in a plain step and in a verify step, and, as long as the batch is small enough to be
@@ -30,23 +31,44 @@ LOWEST = tl.constexpr(-1.0e30)  # in place of -inf where nothing has been seen, 
 
 
 @triton.jit
-def _rotated(base, good, position, norm, cos, sin, h, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Heads normed and rotated, in their dtype: their first and second halves, [ROWS,HP] each. base [ROWS,1] points to
-    their first values, position is [ROWS,1], h [1,HP] counts through a half."""
-    half: tl.constexpr = D // 2
-    x = tl.load(base + h, mask=good, other=0.0)
-    y = tl.load(base + half + h, mask=good, other=0.0)
-    c = tl.load(cos + position * half + h, mask=good, other=0.0)
-    s = tl.load(sin + position * half + h, mask=good, other=0.0)
-    a = x.to(tl.float32)
-    b = y.to(tl.float32)
+def _angles(cos, sin, position, there, h, D: tl.constexpr):
+    """What heads at these positions [ROWS] are rotated by: cosine and sine, [ROWS,HP] each; h [HP] counts through a half."""
+    at = position[:, None] * (D // 2) + h[None, :]
+    good = there[:, None] & (h < D // 2)[None, :]
+    return tl.load(cos + at, mask=good, other=0.0), tl.load(sin + at, mask=good, other=0.0)
+
+
+@triton.jit
+def _head_norm(norm, h, D: tl.constexpr, NORM: tl.constexpr):
+    """A norm's weight for the halves of a head, [1,HP] each."""
+    if NORM:
+        half: tl.constexpr = D // 2
+        a = tl.load(norm + h, mask=h < half, other=0.0).to(tl.float32)[None, :]
+        b = tl.load(norm + half + h, mask=h < half, other=0.0).to(tl.float32)[None, :]
+        return a, b
+    else:
+        return h, h
+
+
+@triton.jit
+def _halves(base, there, h, D: tl.constexpr):
+    """The first and second halves of heads that start at base [ROWS], [ROWS,HP] each."""
+    good = there[:, None] & (h < D // 2)[None, :]
+    at = base[:, None] + h[None, :]
+    return tl.load(at, mask=good, other=0.0), tl.load(at + D // 2, mask=good, other=0.0)
+
+
+@triton.jit
+def _rotated(halves, angles, by, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Heads normed and rotated, in their dtype, from and as two halves [ROWS,HP]. angles, by: see _angles and _head_norm."""
+    dtype: tl.constexpr = halves[0].dtype
+    a = halves[0].to(tl.float32)
+    b = halves[1].to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1, keep_dims=True) / D + eps)
-        by_a = tl.load(norm + h, mask=h < half, other=0.0).to(tl.float32)
-        by_b = tl.load(norm + half + h, mask=h < half, other=0.0).to(tl.float32)
-        a = ((a * scale).to(x.dtype).to(tl.float32) * by_a).to(x.dtype).to(tl.float32)
-        b = ((b * scale).to(x.dtype).to(tl.float32) * by_b).to(x.dtype).to(tl.float32)
-    return (a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype)
+        a = ((a * scale).to(dtype).to(tl.float32) * by[0]).to(dtype).to(tl.float32)
+        b = ((b * scale).to(dtype).to(tl.float32) * by[1]).to(dtype).to(tl.float32)
+    return (a * angles[0] - b * angles[1]).to(dtype), (b * angles[0] + a * angles[1]).to(dtype)
 
 
 @triton.jit
@@ -57,6 +79,44 @@ def _places(table, p, ok, head, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.con
     if FAR:
         page = page.to(tl.int64)
     return ((page * KV + head) * BLOCK + (u % BLOCK).to(tl.int32)) * D
+
+
+@triton.jit
+def _stored(
+    key_pages, value_pages, table, p, there, head, h, d, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    FAR: tl.constexpr,
+):
+    """Positions p [BN] of the pages, zero where nothing is `there`: the halves of the keys [BN,HP], the values [BN,DP]."""
+    half: tl.constexpr = D // 2
+    at_pages = _places(table, p, there, head, KV, D, BLOCK, FAR)[:, None]
+    ok = there[:, None] & (h < half)[None, :]
+    keys_a = tl.load(key_pages + at_pages + h[None, :], mask=ok, other=0.0)
+    keys_b = tl.load(key_pages + at_pages + half + h[None, :], mask=ok, other=0.0)
+    return keys_a, keys_b, tl.load(value_pages + at_pages + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _with_new(
+    scores, values, fresh, v_base, stride, p, first, count, d, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """A tile's scores [BM,BN] and values [BN,DP] with those of the new tokens where they belong by their positions, so that it
+    does not matter to the sums which tokens are new. fresh: the new keys' scores [BM,TOKENS]; v_base points to the first
+    new value."""
+    new = (p >= first) & (p < first + count)
+    at = tl.where(new, p - first, 0)
+    theirs = tl.gather(fresh, tl.broadcast_to(at[None, :], (BM, BN)), 1)
+    v = tl.load((v_base + at * stride)[:, None] + d[None, :], mask=new[:, None] & (d < D)[None, :], other=0.0)
+    return tl.where(new[None, :], theirs, scores), tl.where(new[:, None], v, values)
+
+
+@triton.jit
+def _seen(scores, p, low, last, WINDOW: tl.constexpr):
+    """The scores [BM,BN] of the positions that each query sees, -inf elsewhere. last: [BM,1]."""
+    seen = (p >= low)[None, :] & (p[None, :] <= last)
+    if WINDOW > 0:
+        seen = seen & (p[None, :] > last - WINDOW)
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
@@ -115,10 +175,11 @@ def decode_kernel(
     DP: tl.constexpr, HP: tl.constexpr,
     BM: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, AT_ONCE: tl.constexpr,
-    RAGGED: tl.constexpr, PDL: tl.constexpr,
+    RAGGED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
-    """QUERIES: blocks of BM queries that a row and key head has. LEAST: tiles of BN positions of a stretch, at least. RAGGED:
-    rows have up to WIDTH tokens."""
+    """QUERIES: blocks of up to BM queries that a row and key head has. LEAST: tiles of BN positions of a stretch, at least.
+    RAGGED: rows have up to WIDTH tokens. EARLY: tiles are in registers a step before they are used, the first of them before
+    the wait; else they are called into the L2 cache before it."""
     begin(PDL)
     row, split = tl.program_id(0), tl.program_id(2)
     head, queries = tl.program_id(1) // QUERIES, tl.program_id(1) % QUERIES
@@ -126,6 +187,7 @@ def decode_kernel(
     stride: tl.constexpr = (HEADS + 2 * KV) * D
     table += row.to(tl.int64) * TABLE
     half: tl.constexpr = D // 2
+    size: tl.constexpr = (WIDTH * group + QUERIES - 1) // QUERIES  # of a block
     d = tl.arange(0, DP)
     h = tl.arange(0, HP)
 
@@ -147,61 +209,75 @@ def decode_kernel(
     active = tl.cdiv(tiles, each)
     done = split >= active
     if RAGGED:
-        done = done | (queries * BM >= count * group)  # the row has not so many queries
+        done = done | (queries * size >= count * group)  # the row has not so many queries
     if done:
         return
     here = tl.minimum(each, tiles - split * each)
     start = (begins + split * each) * BN
+    m = queries * size + tl.arange(0, BM)  # a query: token m // group, head m % group of this key head's
+    token = m // group
+    query_ok = m < tl.minimum(count * group, queries * size + size)
+    last = (first + token)[:, None]  # the position that a query sees up to
+    t = tl.arange(0, TOKENS)  # a new token
+    is_new = t < count
+    # what earlier steps wrote is there already
+    q_angles = _angles(cos, sin, first + token, query_ok, h, D)
+    k_angles = _angles(cos, sin, first + t, is_new, h, D)
+    if EARLY:
+        p = start + tl.arange(0, BN)
+        there = (p >= low) & (p < first)
+        keys_a, keys_b, values = _stored(key_pages, value_pages, table, p, there, head, h, d, KV, D, BLOCK, FAR)
     if PDL:
         lines: tl.constexpr = DP // 64 if DP >= 64 else 1
         i = tl.arange(0, BN * lines)
-        for j in range(here):
-            p = start + j * BN + i // lines
-            at_pages = _places(table, p, (p >= low) & (p < first), head, KV, D, BLOCK, FAR) + i % lines * 64
+        for j in range(1 if EARLY else 0, here):
+            ahead = start + j * BN + i // lines
+            in_pages = (ahead >= low) & (ahead < first)
+            at_pages = _places(table, ahead, in_pages, head, KV, D, BLOCK, FAR) + i % lines * 64
             prefetch(key_pages + at_pages, PDL)
             prefetch(value_pages + at_pages, PDL)
+    by = _head_norm(q_norm, h, D, NORM), _head_norm(k_norm, h, D, NORM)
     wait(PDL)
 
-    m = queries * BM + tl.arange(0, BM)  # a query: token m // group, head m % group of this key head's
-    token = m // group
-    query_ok = m < count * group
-    q_base = qkv + (token0 + token) * stride + (head * group + m % group) * D
-    good = query_ok[:, None] & (h < half)[None, :]
-    q_a, q_b = _rotated(q_base[:, None], good, (first + token)[:, None], q_norm, cos, sin, h[None, :], eps, D, NORM)
+    # all of it asked for before any is used
+    q = _halves(qkv + (token0 + token) * stride + (head * group + m % group) * D, query_ok, h, D)
+    k_base = qkv + token0 * stride + (HEADS + head) * D
+    k = _halves(k_base + t * stride, is_new, h, D)
+    v_base = k_base + KV * D
+    v = tl.load((v_base + t * stride)[:, None] + d[None, :], mask=is_new[:, None] & (d < D)[None, :], other=0.0)
+    q_a, q_b = _rotated(q, q_angles, by[0], eps, D, NORM)
     end = start + here * BN
-    if end > first:  # the new keys and values go into the pages, and are read from there with the old ones
-        t = tl.arange(0, TOKENS)
-        mine = (t < count) & (first + t >= start) & (first + t < end)
-        ok = mine[:, None] & (h < half)[None, :]
-        base = (qkv + (token0 + t) * stride + (HEADS + head) * D)[:, None]
-        k_a, k_b = _rotated(base, ok, (first + t)[:, None], k_norm, cos, sin, h[None, :], eps, D, NORM)
+    fresh = tl.zeros((BM, TOKENS), tl.float32)  # the new keys' scores
+    if end > first:  # those new keys and values that lie in this stretch go into the pages
+        k_a, k_b = _rotated(k, k_angles, by[1], eps, D, NORM)
+        # what is not there is zero already: so that the compiler lays out what is made of the loads, and not each load
+        k_a = tl.where(is_new[:, None], k_a, 0.0)
+        k_b = tl.where(is_new[:, None], k_b, 0.0)
+        fresh = tl.dot(q_b, k_b.T, tl.dot(q_a, k_a.T))
+        mine = is_new & (first + t >= start) & (first + t < end)
         to_pages = _places(table, first + t, mine, head, KV, D, BLOCK, FAR)[:, None]
+        ok = mine[:, None] & (h < half)[None, :]
         tl.store(key_pages + to_pages + h[None, :], k_a, mask=ok)
         tl.store(key_pages + to_pages + half + h[None, :], k_b, mask=ok)
-        ok = mine[:, None] & (d < D)[None, :]
-        v = tl.load(base + KV * D + d[None, :], mask=ok, other=0.0)
-        tl.store(value_pages + to_pages + d[None, :], v, mask=ok)
-        tl.debug_barrier()
+        tl.store(value_pages + to_pages + d[None, :], v, mask=mine[:, None] & (d < D)[None, :])
 
-    last = (first + token)[:, None]  # the position that a query sees up to
     top = tl.full((BM,), LOWEST, tl.float32)
     total = tl.zeros((BM,), tl.float32)
     mixed = tl.zeros((BM, DP), tl.float32)
     for j in range(here):
         p = start + j * BN + tl.arange(0, BN)
-        in_row = (p >= low) & (p < first + count)
-        at_pages = _places(table, p, in_row, head, KV, D, BLOCK, FAR)[:, None]
-        there = in_row[:, None] & (h < half)[None, :]
-        keys_a = tl.load(key_pages + at_pages + h[None, :], mask=there, other=0.0)  # [BN,HP]
-        keys_b = tl.load(key_pages + at_pages + half + h[None, :], mask=there, other=0.0)
-        there = in_row[:, None] & (d < D)[None, :]
-        values = tl.load(value_pages + at_pages + d[None, :], mask=there, other=0.0)  # [BN,DP]
+        if not EARLY:
+            there = (p >= low) & (p < first)
+            keys_a, keys_b, values = _stored(key_pages, value_pages, table, p, there, head, h, d, KV, D, BLOCK, FAR)
         scores = tl.dot(q_b, keys_b.T, tl.dot(q_a, keys_a.T))  # [BM,BN]
-        scores *= scale * LOG2E
-        seen = (p >= low)[None, :] & (p[None, :] <= last)
-        if WINDOW > 0:
-            seen = seen & (p[None, :] > last - WINDOW)
-        top, total, mixed = _step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
+        if start + j * BN + BN > first:
+            scores, values = _with_new(scores, values, fresh, v_base, stride, p, first, count, d, D, BM, BN, TOKENS)
+        scores = _seen(scores * (scale * LOG2E), p, low, last, WINDOW)
+        top, total, mixed = _step(scores, values, top, total, mixed)
+        if EARLY:
+            p += BN
+            there = (p >= low) & (p < first) & (j + 1 < here)
+            keys_a, keys_b, values = _stored(key_pages, value_pages, table, p, there, head, h, d, KV, D, BLOCK, FAR)
 
     good = query_ok[:, None] & (d < D)[None, :]
     to = out + (((token0 + token) * HEADS + head * group + m % group) * D)[:, None] + d[None, :]
@@ -237,14 +313,15 @@ def rotate_kernel(
     d = tl.arange(0, DP)
     total = tl.load(row_start + R)
     ok = t < total
-    h = tl.arange(0, HP)[None, :]
+    h = tl.arange(0, HP)
     good = ok[:, None] & (d < D)[None, :]
-    good_half = ok[:, None] & (h < D // 2)
+    good_half = ok[:, None] & (h < D // 2)[None, :]
     position = tl.load(positions + t, mask=ok, other=0).to(tl.int32)
-    base = (qkv + t.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D)[:, None]
+    base = qkv + t.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D
     if head < HEADS:
-        q_a, q_b = _rotated(base, good_half, position[:, None], q_norm, cos, sin, h, eps, D, NORM)
-        q_to = q_out + (t.to(tl.int64) * HEADS + head)[:, None] * D + h
+        by = _head_norm(q_norm, h, D, NORM)
+        q_a, q_b = _rotated(_halves(base, ok, h, D), _angles(cos, sin, position, ok, h, D), by, eps, D, NORM)
+        q_to = q_out + (t.to(tl.int64) * HEADS + head)[:, None] * D + h[None, :]
         tl.store(q_to, q_a, mask=good_half)
         tl.store(q_to + D // 2, q_b, mask=good_half)
         nothing = out + (t.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
@@ -253,13 +330,15 @@ def rotate_kernel(
         row = _row_of(t, row_start, R, RP)
         own_table = table + row.to(tl.int64) * TABLE
         if head < HEADS + KV:
-            to = _places(own_table, position, ok, head - HEADS, KV, D, BLOCK, FAR)
-            k_a, k_b = _rotated(base, good_half, position[:, None], k_norm, cos, sin, h, eps, D, NORM)
-            tl.store(key_pages + to[:, None] + h, k_a, mask=good_half)
-            tl.store(key_pages + to[:, None] + D // 2 + h, k_b, mask=good_half)
+            k_to = _places(own_table, position, ok, head - HEADS, KV, D, BLOCK, FAR)[:, None] + h[None, :]
+            by = _head_norm(k_norm, h, D, NORM)
+            k_a, k_b = _rotated(_halves(base, ok, h, D), _angles(cos, sin, position, ok, h, D), by, eps, D, NORM)
+            tl.store(key_pages + k_to, k_a, mask=good_half)
+            tl.store(key_pages + k_to + D // 2, k_b, mask=good_half)
         else:
             to = _places(own_table, position, ok, head - HEADS - KV, KV, D, BLOCK, FAR)
-            tl.store(value_pages + to[:, None] + d[None, :], tl.load(base + d[None, :], mask=good, other=0.0), mask=good)
+            v = tl.load(base[:, None] + d[None, :], mask=good, other=0.0)
+            tl.store(value_pages + to[:, None] + d[None, :], v, mask=good)
 
 
 @triton.jit(do_not_specialize=["R", "TABLE"])
@@ -314,23 +393,35 @@ def prefill_kernel(
 
 class Cut(NamedTuple):
     """How a decode launch is cut. warps; positions of a tile; tiles of a stretch, at least; programs: so many are enough
-    for the device, and are not split; at_once: stretches that the adding up loads at a time; most: stretches of a row."""
+    for the device, and are not split; at_once: stretches that the adding up loads at a time; most: stretches of a row;
+    early: see decode_kernel, which takes so many registers that it pays for few programs only. registers: of a thread, at most
+    (0: the compiler's choice)."""
 
     warps: int
     positions: int
     least: int
     programs: int = 264
-    at_once: int = 1
+    at_once: int = 4
     most: int = 16
+    early: bool = False
+    registers: int = 0
 
 
-USUAL = Cut(4, 128, 1, at_once=4)
-# (width of a head, up to 64 or 128; queries of a key head) -> the fastest cut measured on an H200, where it is another
-CUTS = {(128, 2): USUAL._replace(warps=8)}
+# for few rows and for many, heads up to 64 wide and wider ones, measured on an H200 by benchmarks/gpu/kernels.py
+FEW = Cut(8, 128, 1, at_once=8, early=True)
+MANY = Cut(4, 128, 1, registers=128)
+MANY_WIDE = Cut(4, 64, 1, most=8)
+CUTS: dict[tuple[int, int], Cut] = {}  # (width of a head, up to 64 or 128; queries of a key head) -> what is to be tried
 
 
-def cut_for(dim: int, group: int) -> Cut:
-    return CUTS.get((64 if dim <= 64 else 128, group), USUAL)
+def cut_for(dim: int, group: int, programs: int) -> Cut:
+    """programs: one for each row and key head. It is not the tokens of a row that decides, so that a verify step sums as a
+    plain step does."""
+    wide = dim > 64
+    cut = CUTS.get((128 if wide else 64, group)) or (
+        FEW if programs <= (16 if wide else 48) else MANY_WIDE if wide else MANY
+    )
+    return cut if dim <= 128 else cut._replace(positions=64)  # so that a tile finds room in registers
 
 
 def attend_decode(
@@ -343,7 +434,7 @@ def attend_decode(
     each row, key head and block of 16 queries."""
     heads, kv, dim, window, eps = shape
     rows = batch.block_table.shape[0]
-    cut = cut_for(dim, heads // kv)
+    cut = cut_for(dim, heads // kv, rows * kv)
     bm = 16
     queries = triton.cdiv(width * (heads // kv), bm)
     padded = max(16, power_of_two(dim))
@@ -357,10 +448,10 @@ def attend_decode(
         qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages,
         batch.positions, batch.row_start, batch.block_table, out, part, sums[0], sums[1], arrived,
         batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width, HEADS=heads, KV=kv, D=dim, DP=padded,
-        HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=power_of_two(width), BN=cut.positions,
+        HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=max(16, power_of_two(width)), BN=cut.positions,
         BLOCK=key_pages.shape[2], SPLITS=splits, LEAST=cut.least, WINDOW=window, NORM=q_norm is not None,
-        FAR=key_pages.numel() >= 1 << 31, AT_ONCE=cut.at_once, RAGGED=ragged, PDL=pdl, num_stages=1,
-        **launch_options(cut.warps, pdl),
+        FAR=key_pages.numel() >= 1 << 31, AT_ONCE=cut.at_once, RAGGED=ragged, EARLY=cut.early, PDL=pdl, num_stages=1,
+        **launch_options(cut.warps, pdl), **({"maxnreg": cut.registers} if cut.registers else {}),
     )
     return out
 

@@ -21,15 +21,15 @@ def few_tokens(hidden: int) -> int:
 # (outputs, k, gate): the fastest cut for up to 16 tokens, measured on an H200 by benchmarks/gpu/kernels.py, of shapes that were
 TUNED: dict[tuple[int, int, bool], Tiles] = {
     # SmolLM2-135M: q k v, out, gate and up, down, head
-    (960, 576, False): Tiles(16, 4, 0, 3),
-    (576, 576, False): Tiles(8, 2, 0, 2),
-    (1536, 576, True): Tiles(8, 4, 0, 2),
+    (960, 576, False): Tiles(16, 8, 0, 2),
+    (576, 576, False): Tiles(8, 4, 0, 3),
+    (1536, 576, True): Tiles(16, 8, 0, 3),
     (576, 1536, False): Tiles(8, 4, 0, 2),
     (49152, 576, False): Tiles(64, 8, 128, 4),
     # Qwen3-0.6B
-    (4096, 1024, False): Tiles(8, 2, 0, 2, apart=True),
-    (1024, 2048, False): Tiles(8, 4, 0, 2),
-    (3072, 1024, True): Tiles(32, 4, 128, 5, apart=True),
+    (4096, 1024, False): Tiles(16, 8, 0, 2, apart=True),
+    (1024, 2048, False): Tiles(8, 4, 0, 4),
+    (3072, 1024, True): Tiles(16, 8, 0, 2, apart=True),
     (1024, 3072, False): Tiles(8, 8, 0, 2),
     (151936, 1024, False): Tiles(64, 4, 128, 4, apart=True),
     # Llama-3.1-8B
@@ -39,7 +39,6 @@ TUNED: dict[tuple[int, int, bool], Tiles] = {
     (4096, 14336, False): Tiles(8, 4, 512, 3, 4),
     (128256, 4096, False): Tiles(64, 4, 128, 4, apart=True),
 }
-
 
 # the same for more tokens, by the most that it is for, where not the usual cut was fastest
 WIDE = Tiles(32, 4, 128, 4, apart=True, tokens=64)
@@ -67,7 +66,7 @@ def choose(weight: Tensor, total: int, gate: bool = False) -> Tiles:
     if n >= 32768:  # a head
         return Tiles(64, 4, 128, 4, apart=apart)
     if gate:
-        return Tiles(32, 4, 256, 3, apart=True) if apart else Tiles(8, 4, 0, 2)
+        return Tiles(32, 4, 256, 3, apart=True) if k > 2048 else Tiles(16, 8, 0, 2 if apart else 3, apart=apart)
     if k <= 3072:
         return Tiles(8, 4 if k <= 2048 else 8, 0, 2, apart=apart)
     return Tiles(8 if n <= k else 16, 4, 512, 3, 4, apart=apart)

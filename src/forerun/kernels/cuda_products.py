@@ -100,33 +100,63 @@ def _rows(base, rows, there, k, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, scale, norm, k, K: tl.constexpr):
-    """x [SPLIT,BM,STEP] normalised: rounded before the norm's weight is applied, and after."""
-    by = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
-    return ((x.to(tl.float32) * scale[None, :, None]).to(x.dtype).to(tl.float32) * by).to(x.dtype)
+def _normed(x, scale, by):
+    """x [SPLIT,BM,STEP] normalised: rounded before the norm's weight is applied, and after. scale: [BM,1]; by: the weight,
+    [SPLIT,1,STEP]."""
+    return ((x.to(tl.float32) * scale[None, :, :]).to(x.dtype).to(tl.float32) * by).to(x.dtype)
 
 
 @triton.jit
-def _finish(
-    sums, bias, residual, out, m, n, T, N: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-):
-    """Round where torch's separate operations would, and store. sums: [BM,BN], with GATE [BM,2 BN], the gates first."""
+def _across(sums):
+    """The sum over the first of three dimensions, a power of two: halves onto halves, each thread by itself, which takes one
+    way through shared memory where tl.sum takes several."""
+    count: tl.constexpr = sums.shape[0]
+    if count == 1:
+        return tl.reshape(sums, (sums.shape[1], sums.shape[2]))
+    else:
+        halves = tl.permute(tl.reshape(sums, (2, count // 2, sums.shape[1], sums.shape[2])), (1, 2, 3, 0))
+        first, second = tl.split(halves)
+        return _across(first + second)
+
+
+@triton.jit
+def _finish(sums, add, old, out, m, n, T, N: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr):
+    """Round where torch's separate operations would, and store. sums: [BM,BN], with GATE [BM,2 BN], the gates first; add:
+    [BN], the bias; old: [BM,BN], the residual."""
     if GATE:
         sums, more = tl.split(tl.permute(tl.reshape(sums, (sums.shape[0], 2, n.shape[0])), (0, 2, 1)))
     ok = (m < T)[:, None] & (n < N)[None, :]
     at = m.to(tl.int64)[:, None] * N + n[None, :]
     if BIAS:
-        sums += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        sums += add[None, :]
     if GATE:
         dtype: tl.constexpr = out.dtype.element_ty
         gate = sums.to(dtype).to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
         tl.store(out + at, (silu * more.to(dtype).to(tl.float32)).to(dtype), mask=ok)
     elif ADD:
-        old = tl.load(residual + at, mask=ok, other=0.0)
         tl.store(out + at, (old.to(tl.float32) + sums.to(old.dtype).to(tl.float32)).to(old.dtype), mask=ok)
     else:
         tl.store(out + at, sums.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _bias(bias, n, N: tl.constexpr, BIAS: tl.constexpr):
+    """What _finish adds, read early, since every later read is waited for."""
+    if BIAS:
+        return tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    else:
+        return n
+
+
+@triton.jit
+def _residual(residual, m, n, T, N: tl.constexpr, ADD: tl.constexpr):
+    """The same of the residual, which is there once the wait is over."""
+    if ADD:
+        at = m.to(tl.int64)[:, None] * N + n[None, :]
+        return tl.load(residual + at, mask=(m < T)[:, None] & (n < N)[None, :], other=0.0)
+    else:
+        return n
 
 
 @triton.jit
@@ -143,38 +173,51 @@ def _weight_rows(block, N: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def whole_kernel(
     x, norm, weight, bias, residual, out, T, eps, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    STARTS: tl.constexpr, WIDTHS: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """All of K at once, in PARTS of WIDTH: the weights are in registers before the wait."""
+    """All of K at once, in parts that start at STARTS and are WIDTHS wide, each with sums of its own, so that the chains of
+    products do not wait for each other. Weights, the norm's and the bias are in registers before the wait."""
     begin(PDL)
     block = tl.program_id(1)
     rows, there = _weight_rows(block, N, BN, GATE)
     mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
     weights = ()
-    for part in tl.static_range(PARTS):
-        k = _along(part * WIDTH, WIDTH, SPLIT)
-        weights += (_rows(mine, rows, there, k, K, part * WIDTH + WIDTH <= K),)
+    norms = ()
+    for part in tl.static_range(len(WIDTHS)):
+        k = _along(STARTS[part], WIDTHS[part], SPLIT)
+        weights += (_rows(mine, rows, there, k, K, STARTS[part] + WIDTHS[part] <= K),)
+        if NORM:
+            norms += (tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32),)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = block * BN + tl.arange(0, BN)
+    add = _bias(bias, n, N, BIAS)
     wait(PDL)
     tokens = ()
-    for part in tl.static_range(PARTS):  # all of them asked for before the first is used
-        tokens += (_rows(x, m, m < T, _along(part * WIDTH, WIDTH, SPLIT), K, part * WIDTH + WIDTH <= K),)
+    for part in tl.static_range(len(WIDTHS)):  # all of them asked for before the first is used
+        k = _along(STARTS[part], WIDTHS[part], SPLIT)
+        tokens += (_rows(x, m, m < T, k, K, STARTS[part] + WIDTHS[part] <= K),)
+    old = _residual(residual, m, n, T, N, ADD)
     if NORM:
-        squares = tl.zeros((SPLIT, BM, WIDTH // SPLIT), tl.float32)
-        for part in tl.static_range(PARTS):
+        squares = tl.zeros((SPLIT, BM, WIDTHS[0] // SPLIT), tl.float32)
+        sums = tl.zeros((SPLIT, BM, 1), tl.float32)
+        for part in tl.static_range(len(WIDTHS)):
             wide = tokens[part].to(tl.float32)
-            squares += wide * wide
-        scale = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / K + eps)
+            if WIDTHS[part] == WIDTHS[0]:
+                squares += wide * wide
+            else:
+                sums += tl.sum(wide * wide, 2, keep_dims=True)
+        sums += tl.sum(squares, 2, keep_dims=True)
+        scale = tl.rsqrt(_across(sums) / K + eps)  # [BM,1]
+        normed = ()
+        for part in tl.static_range(len(WIDTHS)):
+            normed += (_normed(tokens[part], scale, norms[part]),)
+        tokens = normed
     sums = tl.zeros((SPLIT, BM, rows.shape[0]), tl.float32)
-    for part in tl.static_range(PARTS):
-        if NORM:
-            left = _normed(tokens[part], scale, norm, _along(part * WIDTH, WIDTH, SPLIT), K)
-        else:
-            left = tokens[part]
-        sums = tl.dot(left, tl.permute(weights[part], (0, 2, 1)), sums)
-    n = block * BN + tl.arange(0, BN)
-    _finish(tl.sum(sums, 0), bias, residual, out, m, n, T, N, GATE, ADD, BIAS)
+    for part in tl.static_range(len(WIDTHS)):
+        # taken away negated, since the compiler would make an addition one chain of products again
+        sums -= -1.0 * tl.dot(tokens[part], tl.permute(weights[part], (0, 2, 1)))
+    _finish(_across(sums), add, old, out, m, n, T, N, GATE, ADD, BIAS)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -188,13 +231,16 @@ def loop_kernel(
     block = tl.program_id(1)
     rows, there = _weight_rows(block, N, BN, GATE)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = block * BN + tl.arange(0, BN)
+    add = _bias(bias, n, N, BIAS)
     even: tl.constexpr = K % STEP == 0
     mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
     if PDL and AHEAD > 0:
         run: tl.constexpr = min(AHEAD, RUN)
         prefetch_runs(mine + tl.where(there, rows, 0)[:, None] * K + tl.arange(0, AHEAD // run)[None, :] * run, run, PDL)
     wait(PDL)
-    scale = tl.zeros((BM,), tl.float32)
+    old = _residual(residual, m, n, T, N, ADD)
+    scale = tl.zeros((BM, 1), tl.float32)
     if NORM:
         chunk: tl.constexpr = 16384 // BM
         squares = tl.zeros((BM, chunk), tl.float32)
@@ -202,7 +248,7 @@ def loop_kernel(
             k = k0 + tl.arange(0, chunk)
             wide = tl.load(x + m[:, None] * K + k[None, :], mask=(m < T)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
             squares += wide * wide
-        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+        scale = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / K + eps)
     if SPLIT == 1:
         sums = tl.zeros((BM, rows.shape[0]), tl.float32)
         for k0 in range(0, K, STEP):
@@ -210,7 +256,7 @@ def loop_kernel(
             part = tl.load(x + m[:, None] * K + k[None, :], mask=(m < T)[:, None] & (even | (k < K)[None, :]), other=0.0)
             if NORM:
                 by = tl.load(norm + k, mask=even | (k < K), other=0.0).to(tl.float32)
-                part = ((part.to(tl.float32) * scale[:, None]).to(part.dtype).to(tl.float32) * by[None, :]).to(part.dtype)
+                part = ((part.to(tl.float32) * scale).to(part.dtype).to(tl.float32) * by[None, :]).to(part.dtype)
             right = tl.load(mine + rows[:, None] * K + k[None, :], mask=there[:, None] & (even | (k < K)[None, :]), other=0.0)
             sums = tl.dot(part, right.T, sums)
     else:
@@ -219,11 +265,10 @@ def loop_kernel(
             k = _along(k0, STEP, SPLIT)
             part = _rows(x, m, m < T, k, K, even)
             if NORM:
-                part = _normed(part, scale, norm, k, K)
+                part = _normed(part, scale, tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32))
             folded = tl.dot(part, tl.permute(_rows(mine, rows, there, k, K, even), (0, 2, 1)), folded)
-        sums = tl.sum(folded, 0)
-    n = block * BN + tl.arange(0, BN)
-    _finish(sums, bias, residual, out, m, n, T, N, GATE, ADD, BIAS)
+        sums = _across(folded)
+    _finish(sums, add, old, out, m, n, T, N, GATE, ADD, BIAS)
 
 
 @triton.jit
@@ -279,6 +324,18 @@ def power_of_two(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
+def parts(k: int, count: int, least: int) -> tuple[int, ...]:
+    """The powers of two, of at least `least`, that K is held in, descending: `count` of them, or one more, which make it up
+    with as little to spare as they can."""
+    found: list[int] = []
+    while (left := k - sum(found)) > 0:
+        below = power_of_two(left + 1) // 2
+        found.append(max(least, below if len(found) < max(count - 1, 1) else power_of_two(left)))
+    while len(found) < count and found[0] >= 2 * least:
+        found = sorted([found[0] // 2, found[0] // 2, *found[1:]], reverse=True)
+    return tuple(found)
+
+
 def launch_options(warps: int, pdl: int) -> dict[str, Any]:
     """Triton's own arguments of a launch."""
     return {"num_warps": warps, "launch_pdl": True} if pdl else {"num_warps": warps}
@@ -304,8 +361,9 @@ def launch(
         "PDL": pdl, **launch_options(tiles.warps, pdl),
     }
     if tiles.step == 0:
-        width = max(16 * tiles.warps, power_of_two(triton.cdiv(k, tiles.stages)))
-        whole_kernel[grid](*args, tiles.stages, width, tiles.warps, **flags, num_stages=1)
+        widths = parts(k, tiles.stages, 16 * tiles.warps)
+        starts = tuple(sum(widths[:i]) for i in range(len(widths)))
+        whole_kernel[grid](*args, starts, widths, tiles.warps, **flags, num_stages=1)
     else:
         ahead = min(tiles.ahead, power_of_two(k + 1) // 2)
         loop_kernel[grid](*args, tiles.step, tiles.split, ahead, **flags, num_stages=tiles.stages)
