@@ -15,7 +15,6 @@ from forerun.device import send_integers
 from forerun.engine.body import Body, Key, PromptKey, Report
 from forerun.models.decoder import Target
 
-
 TYPICAL = 512  # tokens of a sequence for which steps are timed
 
 
