@@ -174,6 +174,8 @@ def many_cuts(n: int, k: int, gate: bool, normed: bool, most: int) -> list[Tiles
     found = [Tiles(*loop, tokens=64) for loop in loops]
     if most == 32:
         found += [tiles._replace(tokens=32) for tiles in found]
+    if most <= 64 and k <= 1536:  # several tiles of those for up to 16 tokens
+        found += [Tiles(16, 8, 0, 3), Tiles(16, 4, 0, 3), Tiles(8, 4, 0, 3), Tiles(16, 8, 0, 3, tokens=32)]
     if most == 256:
         found += [Tiles(*loop, tokens=128) for loop in ((32, 4, 64, 4), (64, 8, 64, 4), (128, 8, 64, 3))]
     found = [

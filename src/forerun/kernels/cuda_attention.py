@@ -431,7 +431,7 @@ def attend_decode(
     ragged: bool = False,
 ) -> Tensor:
     """Every row has `width` tokens, or ragged 1 to `width`; no position is `context` or more. arrived: int32 zeros, one for
-    each row, key head and block of 16 queries."""
+    each row, key head and block of up to 16 queries."""
     heads, kv, dim, window, eps = shape
     rows = batch.block_table.shape[0]
     cut = cut_for(dim, heads // kv, rows * kv)
