@@ -219,16 +219,11 @@ def test_commit_and_draft(monkeypatch, look_up: LookUp, width: int, scan: int) -
         state = State(seed, width=width)
         state.lives.stop_ids[:] = -1
         slot, draft, choice = block(state, width)
-        alone = state.pool()
         pool = state.pool()
         counts = step.commit_and_draft(pool, slot, choice, draft.size, look_up)
         want = state.twin(look_up)._commit(slot, draft, choice, None)
         assert torch.equal(counts, want)
         state.check(pool)
-        again = step.commit(alone, slot, choice, draft.size)
-        step.ngram(alone, slot, look_up, again)
-        assert torch.equal(again, want)
-        state.check(alone)
         found |= set(counts[:, 2].tolist())
     assert {0, width} <= found or look_up.vocab == 2
 
@@ -236,15 +231,16 @@ def test_commit_and_draft(monkeypatch, look_up: LookUp, width: int, scan: int) -
 def look(text: list[int], look_up: LookUp, width: int) -> list[int]:
     """What is drafted behind a text, by the kernel, which the twin confirms."""
     state = State(seed=0, slots=3, width=width, context=max(CONTEXT, len(text) + 8))
-    state.slots.set(0, text)
+    state.slots.set(0, text[:-1])
+    state.lives.stop_ids[:], state.lives.alive[0], state.lives.limit[0] = -1, True, len(text) + 1
     pool, slot = state.pool(), torch.tensor([0], device=DEVICE)
-    counts = torch.full((1, 3), -7, device=DEVICE)
-    step.ngram(pool, slot, look_up, counts)
-    state.twin(look_up)._propose(slot)
+    choice, nothing = torch.tensor([text[-1:]], device=DEVICE), torch.tensor([0], device=DEVICE)
+    counts = step.commit_and_draft(pool, slot, choice, nothing, look_up)
+    empty = Draft(choice[:, :0], nothing)
+    assert torch.equal(counts, state.twin(look_up)._commit(slot, empty, choice, None))
     state.check(pool)
     size = int(counts[0, 2])
-    assert size == pool.draft_size[0]
-    assert counts[0, :2].tolist() == [-7, -7]
+    assert counts[0, 0] == 1 and size == pool.draft_size[0]
     return pool.draft[0, :size].tolist()
 
 
@@ -343,7 +339,7 @@ find = dict(MIN_N=2, SCAN=1024, UNROLLED=8, PDL=True)
 rows = dict(LANES=8, E=16, EP=16, KP=4)
 check(step.commit_kernel, 1, **rows, GIVEN=True, FIND=False, MAX_N=5, **find)
 check(step.commit_kernel, 8, **rows, GIVEN=False, FIND=True, MAX_N=5, **find)
-check(step.ngram_kernel, 8, KP=4, MAX_N=12, **find)
+check(step.commit_kernel, 8, **rows, GIVEN=False, FIND=True, MAX_N=12, **find)
 """
 
 

@@ -19,7 +19,7 @@ if torch.cuda.is_available():
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters.ngram import DeviceNgram
 from forerun.engine import engine as engines
-from forerun.engine.body import Body, Report
+from forerun.engine.body import Body, Key, PromptKey, Report
 from forerun.engine.engine import Engine
 from forerun.engine.fixed import FixedStep
 from forerun.engine.fused import FusedBody
@@ -56,11 +56,8 @@ def copied(report: Report) -> Report:
 
 
 class Repeated(Graphs):
-    def run(self, key, slot, k):  # type: ignore[no-untyped-def]
-        return copied(super().run(key, slot, k))
-
-    def run_prompts(self, key, given):  # type: ignore[no-untyped-def]
-        return copied(super().run_prompts(key, given))
+    def run(self, key, *given):  # type: ignore[no-untyped-def]
+        return copied(super().run(key, *given))
 
     def _record(self, work):  # type: ignore[no-untyped-def]
         report = work()
@@ -128,7 +125,7 @@ def test_captured_steps_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch, k
         assert len(noted) == (len(ids["ccc"]) if kind == "greedy" else 0)
         if captured:
             assert isinstance(it._step, FixedStep) and isinstance(it._step.body, FusedBody)
-            assert it.graphs is not None and len(it.graphs._graphs) > 1 and it.graphs._prompts
+            assert it.graphs is not None and {type(key) for key in it.graphs._graphs} == {Key, PromptKey}
     assert seen[0] == seen[1]
 
 
@@ -159,7 +156,7 @@ def test_rows_that_share_their_drafts(monkeypatch: pytest.MonkeyPatch, fused: bo
         assert [n.logprob for n in noted] == pytest.approx([n.logprob for n in expected], abs=1e-4)
         assert [[t for t, _ in n.top] for n in noted] == [[t for t, _ in n.top] for n in expected]
     assert it.graphs is not None
-    ran = {key.drafts for key in it.graphs._graphs}
+    ran = {key.drafts for key in it.graphs._graphs if isinstance(key, Key)}
     assert 10 in ran and it.stats.drafts.accepted > 0, "16 tokens for six rows: ten drafts"
 
 
@@ -170,8 +167,9 @@ def test_warming_up_captures_what_greedy_requests_need(monkeypatch: pytest.Monke
     it = Engine(target(True), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, fixed=True)
     it.warm_up()
     assert it.graphs is not None
-    before = (set(it.graphs._graphs), set(it.graphs._prompts))
-    shapes = {(key.rows, key.width, key.drafts) for key in before[0]}
+    before = set(it.graphs._graphs)
+    shapes = {(key.rows, key.width, key.drafts) for key in before if isinstance(key, Key)}
+    assert any(isinstance(key, PromptKey) for key in before)
     assert shapes == {(1, 0, None), (1, 3, None), (2, 0, None), (2, 3, None)} == set(it.graphs.costs)
     answers(it, [request("a", [5, 6, 5, 6], 4), request("b", [7, 8, 7, 8], 3)])
-    assert (set(it.graphs._graphs), set(it.graphs._prompts)) == before
+    assert set(it.graphs._graphs) == before

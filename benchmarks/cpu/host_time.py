@@ -25,7 +25,7 @@ import torch
 
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.body import Key, Report
+from forerun.engine.body import Key, PromptKey, Report
 from forerun.engine.engine import Engine
 from forerun.engine.fixed import FixedStep
 from forerun.engine.text import Detokenizer
@@ -66,12 +66,16 @@ def engine(rows: int, speculation: Speculation | None, detokenizer: Callable[[],
     pool = [Report(torch.randint(2, VOCAB, (rows, drafts + 1), generator=generator), counts, None) for _ in range(16)]
     made = 0
 
-    def ready(key: Key, slot: list[int], k: list[int]) -> Report:
+    assert isinstance(it._step, FixedStep)
+    launch = it._step._run
+
+    def ready(key: Key | PromptKey, *given: list[int]) -> Report:
         nonlocal made
+        if isinstance(key, PromptKey):
+            return launch(key, *given)
         made += 1
         return pool[made % len(pool)]
 
-    assert isinstance(it._step, FixedStep)
     it._step._run = ready
     it._step._cost = lambda rows, width, drafts: 1.0 + 0.05 * width
     params = SamplingParams(temperature=0.0, max_tokens=LONGEST - PROMPT)

@@ -294,19 +294,14 @@ def timeline(target: Target, prompts: Prompts, rows: int = 32, tokens: int = 256
         assert graphs is not None
         marks: list[tuple[tuple[Any, ...], torch.cuda.Event]] = []
 
-        def marked(key: Key, *given: Any, launch: Any = step._run, marks: list[Any] = marks) -> Any:
+        def marked(key: Key | PromptKey, *given: Any, launch: Any = step._run, marks: list[Any] = marks) -> Any:
             report = launch(key, *given)
-            marks.append(((key.rows, key.width, key.drafts), torch.cuda.Event(enable_timing=True)))
+            shape = (key.rows, key.width, key.drafts) if isinstance(key, Key) else ("prompts", key.tokens)
+            marks.append((shape, torch.cuda.Event(enable_timing=True)))
             marks[-1][1].record()
             return report
 
-        def marked_prompts(key: PromptKey, *given: Any, launch: Any = step._run_prompts, marks: list[Any] = marks) -> Any:
-            report = launch(key, *given)
-            marks.append((("prompts", key.tokens), torch.cuda.Event(enable_timing=True)))
-            marks[-1][1].record()
-            return report
-
-        step._run, step._run_prompts = marked, marked_prompts
+        step._run = marked
         before = torch.cuda.Event(enable_timing=True)
         before.record()
         ran = run(it, prompts[:rows], tokens, 0.0)
@@ -325,7 +320,7 @@ def timeline(target: Target, prompts: Prompts, rows: int = 32, tokens: int = 256
             ],
         })  # fmt: skip
         print(json.dumps(cells[-1]), flush=True)
-        del it, graphs, step, marked, marked_prompts
+        del it, graphs, step, marked
         release()
     return cells
 

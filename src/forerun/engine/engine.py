@@ -95,8 +95,7 @@ class Engine:
                 self.graphs = Graphs(fused_body()(target, *parts), lines - 1)
                 prompts = prompt_sizes(min(self.budget, config.max_num_seqs * self.max_model_len), config.max_num_seqs)
                 cost = self.graphs.cost if config.adaptive_drafts else unknown_cost
-                run = (self.graphs.run, cost, prompts, self.graphs.run_prompts)
-                self._step = FixedStep(self.graphs.body, policy, width, mirror, rows, *run)
+                self._step = FixedStep(self.graphs.body, policy, width, mirror, rows, self.graphs.run, cost, prompts)
             else:
                 self._step = FixedStep(Body(target, *parts), policy, width, mirror, rows)
         else:
@@ -138,7 +137,7 @@ class Engine:
         if self.graphs is not None and isinstance(self._step, FixedStep):
             self.graphs.capture(Key(self._step.sizes[-1], self._step.width))
             for key in self._prompt_keys(self._step.prompt_sizes)[:1]:
-                self.graphs.capture_prompts(key)
+                self.graphs.capture(key)
 
     def warm_up(self) -> None:
         """Before the first request: capture the steps of greedy decoding, and its prompts, where there are graphs; else, if
@@ -147,7 +146,7 @@ class Engine:
         if isinstance(self._step, FixedStep):
             if self.graphs is not None:
                 for key in self._prompt_keys(self._step.prompt_sizes):
-                    self.graphs.capture_prompts(key)
+                    self.graphs.capture(key)
                 for rows in self._step.sizes[::-1]:
                     for width in self._step.widths[::-1]:
                         self.graphs.capture(Key(rows, width))

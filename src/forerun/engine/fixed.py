@@ -96,18 +96,17 @@ class FixedStep:
         width: int,
         mirror: Slots,
         sizes: tuple[int, ...],
-        run: Callable[[Key, list[int], list[int]], Report] | None = None,
+        run: Callable[..., Report] | None = None,
         cost: Callable[[int, int, int | None], float | None] = unknown_cost,
         prompt_sizes: PromptSizes | None = None,
-        run_prompts: Callable[[PromptKey, list[list[int]]], Report] | None = None,
     ) -> None:
         """width: drafts of a row at most. mirror: slots on the host, for a drafter there. sizes: how many rows a decode step
-        may have, ascending (what runs is padded up to one of them). run: makes a decode step, graphs.Graphs.run on CUDA;
+        may have, ascending (what runs is padded up to one of them). run: makes a step or launches prompts, Graphs.run on CUDA;
         None runs the body as it is. cost(rows, width, drafts): milliseconds of such a step, None if not known. prompt_sizes:
-        what prompts are padded to, None: not at all; run_prompts: launches them, as run does steps."""
+        what prompts are padded to, None: not at all."""
         self.body, self.policy, self.width, self.mirror, self.sizes = body, policy, width, mirror, sizes
         self.widths = step_widths(width)
-        self.prompt_sizes, self._run_prompts = prompt_sizes, run_prompts or self._eager_prompts
+        self.prompt_sizes = prompt_sizes
         self._drafter = body.drafter if body.drafter is not None else body.host_drafter
         self.lag = 0 if body.host_drafter is not None else 1
         self.waits = 0
@@ -220,11 +219,9 @@ class FixedStep:
         """For steps of so many lines, what they may draft together where that is less than the width for each."""
         return shared_drafts(lines, self.width) if self.width and self.body.lives.draft_probs is None else ()
 
-    def _eager(self, key: Key, slot: list[int], k: list[int]) -> Report:
-        return self.body.run(key, send_integers(slot, self.device), send_integers(k, self.device))
-
-    def _eager_prompts(self, key: PromptKey, given: list[list[int]]) -> Report:
-        return self.body.prefill(key, send_integers(given, self.device))
+    def _eager(self, key: Key | PromptKey, *given: list[int]) -> Report:
+        sent = send_integers(list(given), self.device)
+        return self.body.run(key, *sent) if isinstance(key, Key) else self.body.prefill(key, sent)
 
     def _prefill(self, rows: list[PlanRow]) -> tuple[list[PlanRow], Report]:
         """Chunks of prompts, and the first tokens of those that are through: these come first, as the report's reader
@@ -235,13 +232,12 @@ class FixedStep:
         if self.prompt_sizes is not None:
             tokens, lines = self.prompt_sizes.fit(tokens, lines)
         nothing = [0] * (lines - len(rows))
-        given = [
-            [row.sequence.slot for row in rows] + [self.nobody] * len(nothing),
-            [row.sequence.computed for row in rows] + nothing,
-            [row.pending for row in rows] + nothing,
-            [int(row.samples) for row in rows] + nothing,
-        ]
-        return ended, self._receive(self._run_prompts(PromptKey(tokens, lines, *self._asked(ended)), given))
+        slot = [row.sequence.slot for row in rows] + [self.nobody] * len(nothing)
+        begin = [row.sequence.computed for row in rows] + nothing
+        count = [row.pending for row in rows] + nothing
+        through = [int(row.samples) for row in rows] + nothing
+        key = PromptKey(tokens, lines, *self._asked(ended))
+        return ended, self._receive(self._run(key, slot, begin, count, through))
 
     def _asked(self, rows: list[PlanRow]) -> tuple[Features, int]:
         """What these rows' requests ask for: the sampling features they use, and how many logprobs (a few sizes only).

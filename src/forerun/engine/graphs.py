@@ -39,69 +39,44 @@ class Graphs:
         self.device = body.slots.length.device
         self.seconds, self.bytes = 0.0, 0
         self.costs: dict[tuple[int, int, int | None], float] = {}
-        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Report]] = {}
-        self._prompts: dict[PromptKey, tuple[torch.cuda.CUDAGraph, Report]] = {}
-        self._inputs: dict[int, Tensor] = {}  # rows -> [2,B], the slots and the most each may draft
-        self._given: dict[int, Tensor] = {}  # rows -> [4,R], as Body.prefill takes it
-        self._now: dict[int, tuple[list[int], list[int]]] = {}  # what these hold
+        self._graphs: dict[Key | PromptKey, tuple[torch.cuda.CUDAGraph, Report]] = {}  # keys differ in their number of fields
+        self._inputs: dict[tuple[int, int], Tensor] = {}  # (what is given of a row, rows) -> all of it, [2 or 4,B]
+        self._now: dict[tuple[int, int], tuple[list[int], ...]] = {}  # what these hold
         self._shared: tuple[Any, torch.cuda.Stream] | None = None  # the graphs' memory pool, the stream they are recorded on
         self._grown = body.sampling.grown
 
-    def run(self, key: Key, slot: list[int], k: list[int]) -> Report:
-        """Launch a step. What it returns may be overwritten by the next launch of any graph: copy it before that."""
-        self._drop_stale()
+    def run(self, key: Key | PromptKey, *given: list[int]) -> Report:
+        """Launch a step (given: the slots, and what each may draft at most) or prompts (given: as Body.prefill takes it). What
+        it returns may be overwritten by the next launch of any graph: copy it before that."""
+        if self._grown != self.body.sampling.grown:  # those that hold tables of bans and biases are stale
+            self._graphs = {key: graph for key, graph in self._graphs.items() if not key.features.shaped}
+            self._grown = self.body.sampling.grown
         if key not in self._graphs:
             self.capture(key)
-        if self._now.get(key.rows) != (slot, k):
-            self._now[key.rows] = (slot, k)
-            self._inputs[key.rows].copy_(send_integers([slot, k], self.device))
+        shape = (len(given), key.rows)
+        if self._now.get(shape) != given:
+            self._now[shape] = given
+            self._inputs[shape].copy_(send_integers(list(given), self.device))
         graph, report = self._graphs[key]
         graph.replay()
         return report
 
-    def run_prompts(self, key: PromptKey, given: list[list[int]]) -> Report:
-        """Launch prompts, of which each row is given as Body.prefill takes it. What it returns is as short-lived as a
-        step's."""
-        self._drop_stale()
-        if key not in self._prompts:
-            self.capture_prompts(key)
-        self._given[key.rows].copy_(send_integers(given, self.device))
-        graph, report = self._prompts[key]
-        graph.replay()
-        return report
-
-    def _drop_stale(self) -> None:
-        """Forget the graphs that hold tables of bans and biases, if these are gone."""
-        if self._grown != self.body.sampling.grown:
-            self._graphs = {key: graph for key, graph in self._graphs.items() if not key.features.shaped}
-            self._prompts = {key: graph for key, graph in self._prompts.items() if not key.features.shaped}
-            self._grown = self.body.sampling.grown
-
     @torch.inference_mode()
-    def capture(self, key: Key) -> None:
-        """Make the graph of a decode step."""
-        if key.rows not in self._inputs:
-            self._inputs[key.rows] = torch.zeros(2, key.rows, dtype=torch.int64, device=self.device)
-        inputs = self._inputs[key.rows]
+    def capture(self, key: Key | PromptKey) -> None:
+        """Make the graph of a step or of a launch of prompts, of nobody's rows."""
+        shape = (2 if isinstance(key, Key) else 4, key.rows)
+        if shape not in self._inputs:
+            self._inputs[shape] = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        inputs = self._inputs[shape]
+        inputs.zero_()
         inputs[0].fill_(self.nobody)
-        inputs[1].zero_()
-        self._now.pop(key.rows, None)
-        self._graphs[key] = self._record(lambda: self.body.run(key, inputs[0], inputs[1]))
-        shape = (key.rows, key.width, key.drafts)
-        if shape not in self.costs:
+        self._now.pop(shape, None)
+        body = self.body
+        self._graphs[key] = self._record(lambda: body.run(key, *inputs) if isinstance(key, Key) else body.prefill(key, inputs))
+        if isinstance(key, Key) and (key.rows, key.width, key.drafts) not in self.costs:
             start = time.perf_counter()
-            self.costs[shape] = self._cost(self._graphs[key][0])
+            self.costs[key.rows, key.width, key.drafts] = self._cost(self._graphs[key][0])
             self.seconds += time.perf_counter() - start
-
-    @torch.inference_mode()
-    def capture_prompts(self, key: PromptKey) -> None:
-        """Make the graph of a launch of prompts."""
-        if key.rows not in self._given:
-            self._given[key.rows] = torch.zeros(4, key.rows, dtype=torch.int64, device=self.device)
-        given = self._given[key.rows]
-        given.zero_()
-        given[0].fill_(self.nobody)
-        self._prompts[key] = self._record(lambda: self.body.prefill(key, given))
 
     def _record(self, work: Callable[[], Report]) -> tuple[torch.cuda.CUDAGraph, Report]:
         """Do the work once, for nobody, so that everything it needs is compiled and there, then record it."""

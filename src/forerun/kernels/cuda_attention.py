@@ -8,8 +8,8 @@ taken from these, not from the pages, so no program waits for a write. Of severa
 them up, in order.
 
 Tiles and stretches begin at fixed positions, and what a query does not see adds nothing to its sums, to the bit: so a
-token's attention is summed alike in a plain step and in a verify step, and, as long as the batch is small enough to be
-split at all, in any batch (but for blocks of tokens across a position at which the stretches grow).
+token's attention is summed alike in a plain step and in a verify step of as many rows, and in any batch that is cut as its
+own is (but for blocks of tokens across a position at which the stretches grow).
 """
 
 # Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own

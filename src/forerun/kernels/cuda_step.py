@@ -243,21 +243,6 @@ def commit_kernel(
         tl.store(counts + row * 3 + 2, tl.zeros((), tl.int64))
 
 
-@triton.jit(do_not_specialize=["L", "K", "VOCAB"])
-def ngram_kernel(
-    slots, tokens, length, alive, draft, draft_size, counts, L, K, VOCAB, KP: tl.constexpr, MIN_N: tl.constexpr,
-    MAX_N: tl.constexpr, SCAN: tl.constexpr, UNROLLED: tl.constexpr, PDL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    wait(PDL)
-    n = tl.where(tl.load(alive + slot), tl.load(length + slot), 0).to(tl.int32)
-    found = _look_up(
-        tokens + slot * L, n, draft + slot * K, draft_size + slot, K, VOCAB, KP, MIN_N, MAX_N, SCAN, UNROLLED
-    )
-    tl.store(counts + row * 3 + 2, found.to(tl.int64))
-
-
 def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, pdl: int = 0) -> Prepared:
     """Lay the drafts behind the committed tokens, and give what the forward pass needs: of each row its last committed token
     and `width` drafts. slot: [B] int64; k: [B] int64, what each row may draft at most; embedding: [V,H].
@@ -314,8 +299,9 @@ def commit_verdict(pool: Pool, slot: Tensor, tokens: Tensor, count: Tensor, size
 def commit_and_draft(
     pool: Pool, slot: Tensor, choice: Tensor, size: Tensor, look_up: LookUp, pdl: int = 0
 ) -> Tensor:
-    """`commit`, then the draft of the next step as `ngram` makes it, in one launch -> counts [B,3] int64: committed, drafted
-    and the size of the next draft."""
+    """`commit`, then the draft of the next step in one launch: up to K tokens that followed the longest suffix the first time
+    it occurred (drafters/ngram.py), none where the row is not alive -> counts [B,3] int64: committed, drafted and the size
+    of the next draft."""
     return _commit(pool, slot, choice, None, size, look_up, pdl)
 
 
@@ -334,14 +320,3 @@ def _commit(
         **launch_options(SCAN_WARPS if find else 1, pdl),
     )
     return counts
-
-
-def ngram(pool: Pool, slot: Tensor, look_up: LookUp, counts: Tensor, pdl: int = 0) -> None:
-    """Draft for each row up to K tokens that followed the longest suffix the first time it occurred (drafters/ngram.py), none
-    where it is not alive; the sizes also go to counts[:,2]. slot: [B] int64; counts: [B,3] int64."""
-    width = pool.draft.shape[1]
-    ngram_kernel[(len(slot),)](
-        slot, pool.tokens, pool.length, pool.alive, pool.draft, pool.draft_size, counts, pool.tokens.shape[1], width,
-        look_up.vocab, power_of_two(width), look_up.min_n, look_up.max_n, SCAN, UNROLLED, pdl,
-        **launch_options(SCAN_WARPS, pdl),
-    )
