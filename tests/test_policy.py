@@ -83,25 +83,42 @@ def test_the_width_of_a_step_is_worth_its_cost(middle: float, wide: float, width
     for i, row in enumerate(chances):
         row.found = 8 if i < 2 else 0
         row.rate = 0.5
+
+    def chosen(widths: tuple[int, ...], costs: dict[int, float]) -> int:
+        return Policy.step_shape(widths, (), chances, [widths[-1]] * 8, lambda width, _: costs.get(width))[0]
+
     cost = {0: 1.0, 4: middle, 8: wide}
-    assert Policy.step_width((0, 4, 8), chances, cost.get) == width
-    assert Policy.step_width((0, 4, 8), chances, lambda _: None) == 8
-    assert Policy.step_width((0, 4, 8), chances, {0: 1.0, 8: wide}.get) == (0 if wide == 1.5 else 8)  # the rest is passed over
-    assert Policy.step_width((0,), chances, cost.get) == 0
+    assert chosen((0, 4, 8), cost) == width
+    assert chosen((0, 4, 8), {}) == 8
+    assert chosen((0, 4, 8), {0: 1.0, 8: wide}) == (0 if wide == 1.5 else 8)  # the rest is passed over
+    assert chosen((0,), cost) == 0
     for row in chances:
         row.found = 0
-    assert Policy.step_width((0, 4, 8), chances, lambda _: None) == 0
-    assert Policy.step_width((0, 4), chances, {0: 1.0, 4: 0.9}.get) == 0, "a figure that cannot be right"
+    assert chosen((0, 4, 8), {}) == 0
+    assert chosen((0, 4), {0: 1.0, 4: 0.9}) == 0, "a figure that cannot be right"
 
 
-def test_shared_drafts_go_to_the_likeliest_rows() -> None:
+def test_shared_drafts_are_the_likeliest() -> None:
     chances = [Chances() for _ in range(5)]
     for row, rate, found in zip(chances, (0.2, 0.9, 0.5, 0.8, 0.99), (4, 4, None, 2, 0), strict=True):
         row.rate, row.found = rate, found
-    shares, expected = Policy.shared(chances, [4, 3, 4, 4, 4], 8)
-    assert shares == [0, 3, 3, 2, 0], "as many as may be, as many as were found, none to those who have none"
-    assert expected == pytest.approx(0.9 + 0.81 + 0.729 + 0.5 + 0.25 + 0.125 + 0.8 + 0.64)
-    assert Policy.shared(chances, [4] * 5, 2) == ([0, 2, 0, 0, 0], pytest.approx(0.9 + 0.81))
+
+    def shape(costs: dict[int, float], most: list[int]) -> tuple[int, int | None, list[int]]:
+        """Where nothing but sharing pays."""
+        return Policy.step_shape(
+            (0, 4), tuple(costs), chances, most, lambda width, drafts: 1.0 if width == 0 else costs.get(drafts or 0, 9.0)
+        )
+
+    # in this order: 0.9, 0.81, 0.8, 0.729, 0.64, 0.5, 0.25, ..
+    assert shape({3: 1.1}, [4, 3, 4, 4, 4]) == (4, 3, [0, 2, 0, 1, 0])
+    assert shape({6: 1.1}, [4, 3, 4, 4, 4]) == (4, 6, [0, 3, 1, 2, 0])
+    assert shape({64: 1.1}, [4, 3, 4, 4, 4]) == (4, 64, [4, 3, 4, 2, 0]), "no more than may be and than were found"
+    assert shape({3: 1.51, 6: 1.9}, [4, 3, 4, 4, 4])[:2] == (0, None), "2.51 tokens for 5 rows are worth half a step"
+    assert shape({3: 1.49, 6: 1.9}, [4, 3, 4, 4, 4])[:2] == (4, 3)
+    assert shape({3: 1.49, 6: 1.7}, [4, 3, 4, 4, 4])[:2] == (4, 6), "4.38 tokens"
+    for row in chances:
+        row.found = 0
+    assert shape({3: 0.5}, [4, 3, 4, 4, 4])[:2] == (0, None), "whatever it is said to cost"
 
 
 def test_the_widths_of_steps() -> None:

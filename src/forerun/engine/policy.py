@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from forerun.config import Speculation
 
@@ -98,10 +99,7 @@ class Policy:
         """How many tokens to draft for each row, at most so many, in a step of so many positions without any draft."""
         if self.costs is None or not any(most):
             return list(most)
-        likely = sorted(
-            ((row.hoped**i, r) for r, (row, n) in enumerate(zip(chances, most, strict=True)) for i in range(1, n + 1)),
-            reverse=True,
-        )
+        likely = self._likeliest([row.hoped for row in chances], most)
         rows, expected = len(most), 0.0
         best, take = rows / self.costs(positions), 0
         for n, (chance, _) in enumerate(likely, 1):
@@ -109,9 +107,26 @@ class Policy:
             rate = (rows + expected) / self.costs(positions + n)
             if rate > best:
                 best, take = rate, n
+        return self._counted(likely[:take], rows)
+
+    @staticmethod
+    def _likeliest(rates: Sequence[float], most: Sequence[int]) -> list[tuple[float, int]]:
+        """The drafts of rows with these acceptance rates, at most so many each: the chance that each is accepted, with those
+        before it, and its row; the likeliest first."""
+        found = []
+        for row, (rate, n) in enumerate(zip(rates, most, strict=True)):
+            chance = 1.0
+            for _ in range(n):
+                chance *= rate
+                found.append((chance, row))
+        return sorted(found, reverse=True)
+
+    @staticmethod
+    def _counted(drafts: Sequence[tuple[float, int]], rows: int) -> list[int]:
+        """How many of these each row has."""
         shares = [0] * rows
-        for _, r in likely[:take]:
-            shares[r] += 1
+        for _, row in drafts:
+            shares[row] += 1
         return shares
 
     @classmethod
@@ -120,36 +135,34 @@ class Policy:
         cost: Callable[[int, int | None], float | None],
     ) -> tuple[int, int | None, list[int]]:
         """The shape of a step whose rows all have the same width, one of `widths` (ascending from 0), or share so many drafts,
-        at most the last of the widths each: the one with most tokens a second. Its width, its shared drafts (None: as many for
-        each), and how many drafts each row may have, of at most so many. cost(width, drafts): milliseconds of a step."""
+        the likeliest ones, at most the last of the widths each: the one with most tokens a second. Its width, its shared
+        drafts (None: as many for each), and how many drafts each row may have, of at most so many. cost(width, drafts):
+        milliseconds of a step, None if not known. Of unknown widths the widest counts as free, so that it comes to be known,
+        and all others are passed over."""
         if max(most) == 0:
             return 0, None, list(most)
         enough = next(i for i, width in enumerate(widths) if width >= max(most))
         width, rate = cls._fastest(widths[: enough + 1], rows, lambda width: cost(width, None))
-        best: tuple[int, int | None, list[int]] = (width, None, list(most))
-        if rate is None:
-            return best
-        for drafts in shared:
-            ms = cost(widths[-1], drafts)
-            if ms is not None:
-                shares, expected = cls.shared(rows, most, drafts)
-                faster = (len(rows) + expected) / ms
-                if expected > 0 and faster > rate:
-                    best, rate = (widths[-1], drafts, shares), faster
-        return best
-
-    @classmethod
-    def step_width(cls, widths: Sequence[int], rows: Sequence[Chances], cost: Callable[[int], float | None]) -> int:
-        """The width of a step in which every row has the same: of these, ascending from 0, the one with most tokens a second.
-        cost(width): milliseconds of a step, None if not known. Of unknown ones the widest counts as free, so that it comes to
-        be known, and others are passed over."""
-        return cls._fastest(widths, rows, cost)[0]
+        costs = [(drafts, ms) for drafts in shared if (ms := cost(widths[-1], drafts)) is not None]
+        if rate is None or not costs:
+            return width, None, list(most)
+        there = [n if row.found is None else min(n, row.found) for row, n in zip(rows, most, strict=True)]
+        likely = cls._likeliest([row.rate for row in rows], there)
+        expected = list(accumulate((chance for chance, _ in likely), initial=0.0))
+        best = None
+        for drafts, ms in costs:
+            faster = (len(rows) + expected[min(drafts, len(likely))]) / ms
+            if expected[-1] > 0 and faster > rate:
+                best, rate = drafts, faster
+        if best is None:
+            return width, None, list(most)
+        return widths[-1], best, cls._counted(likely[:best], len(rows))
 
     @staticmethod
     def _fastest(
         widths: Sequence[int], rows: Sequence[Chances], cost: Callable[[int], float | None]
     ) -> tuple[int, float | None]:
-        """As step_width; and its tokens a millisecond, None where that is not known."""
+        """The width with most tokens a second, and its tokens a millisecond (None: not known)."""
         known = [(width, ms) for width in widths if (ms := cost(width)) is not None]
         if len(widths) > 1 and (not known or known[0][0] != 0 or known[-1][0] != widths[-1]):
             return widths[-1] if any(row.expected(widths[-1]) for row in rows) else 0, None
@@ -160,17 +173,3 @@ class Policy:
             if rate > most and (expected > 0 or width == 0):
                 best, most = width, rate
         return best, most or None
-
-    @staticmethod
-    def shared(rows: Sequence[Chances], most: Sequence[int], drafts: int) -> tuple[list[int], float]:
-        """How many of so many drafts each row gets, at most so many each, the likeliest rows first; and the tokens that may be
-        expected of them."""
-        shares, expected = [0] * len(rows), 0.0
-        for i in sorted(range(len(rows)), key=lambda i: -rows[i].rate):
-            found = rows[i].found
-            n = min(most[i], drafts) if found is None else min(most[i], drafts, found)
-            if n > 0:
-                shares[i] = n
-                expected += rows[i].expected(n)
-                drafts -= n
-        return shares, expected
