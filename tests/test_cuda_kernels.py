@@ -283,20 +283,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from forerun.kernels import cuda_attention as attention, cuda_products as products
 
-def check(kernel, **constants):
+def check(kernel, warps=4, **constants):
     given = dict(
         positions="*i64", table="*i32", row_start="*i32", arrived="*i32", cos="*fp32", sin="*fp32", part="*fp32",
         part_top="*fp32", part_total="*fp32", eps="fp32", scale="fp32", T="i32", R="i32", TABLE="i32",
     )
     types = {name: "constexpr" if name in constants else given.get(name, "*bf16") for name in kernel.arg_names}
-    compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 heads = dict(HEADS=4, KV=2, D=32, DP=32, HP=16, BM=16, BLOCK=16, NORM=True, FAR=True)
 decode = dict(heads, WIDTH=5, QUERIES=1, TOKENS=16, BN=32, SPLITS=4, LEAST=1, WINDOW=64, AT_ONCE=2)
 for pdl in (0, 1, 2):
     for ragged in (False, True):
-        for early in (False, True):
-            check(attention.decode_kernel, **decode, RAGGED=ragged, EARLY=early, PDL=pdl)
+        for warps, early in ((4, False), (8, True)):
+            check(attention.decode_kernel, warps, **decode, RAGGED=ragged, EARLY=early, PDL=pdl)
 check(attention.rotate_kernel, **heads, RP=2)
 del heads["NORM"], heads["HP"]
 check(attention.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64)
