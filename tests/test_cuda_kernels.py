@@ -175,7 +175,8 @@ SHAPES = [AttentionShape(6, 2, 16, 0, EPS), AttentionShape(4, 2, 32, 0, EPS), At
 @pytest.fixture(params=["few", "many"])
 def rows_are(request, monkeypatch) -> None:
     """Attention cut as for few rows, or as for many."""
-    monkeypatch.setattr(cuda_attention, "FEW", getattr(cuda_attention, request.param.upper()))
+    for wide in (False, True):
+        monkeypatch.setitem(cuda_attention.CUTS, (True, wide), cuda_attention.CUTS[request.param == "few", wide])
 
 
 @pytest.mark.usefixtures("rows_are")
@@ -225,9 +226,9 @@ def test_a_verify_step_attends_to_the_bit_as_plain_steps_do(run: CudaKernels, co
 
 
 def test_attention_of_a_row_is_cut_alike_whatever_its_tokens() -> None:
-    assert cuda_attention.cut_for(64, 3, 48).early and cuda_attention.cut_for(128, 2, 16).early
-    assert not cuda_attention.cut_for(64, 3, 49).early and not cuda_attention.cut_for(96, 2, 17).early
-    assert cuda_attention.cut_for(256, 2, 8).positions == 64
+    assert cuda_attention.cut_for(64, 48).early and cuda_attention.cut_for(128, 16).early
+    assert not cuda_attention.cut_for(64, 49).early and not cuda_attention.cut_for(96, 17).early
+    assert cuda_attention.cut_for(256, 8).positions == 64
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,7 +190,7 @@ def many_cuts(n: int, k: int, gate: bool, normed: bool, most: int) -> list[Tiles
 CLASSES = {  # the loads that a class of tokens is timed with
     16: ((1, 1, 512), (1, 9, 512)),
     32: ((32, 1, 512),),
-    64: ((8, 1, 512), (8, 5, 512)),
+    64: ((8, 5, 512),),
     128: ((16, 5, 512), (128, 1, 512)),
     256: ((32, 5, 512),),
 }
@@ -242,7 +243,7 @@ def compile_product(job: tuple[int, str, int, int, bool, Tiles]) -> str:
 def compile_attention(job: tuple[Model, int, int, int, cuda_attention.Cut]) -> str:
     model, rows, width, context, cut = job
     try:
-        cuda_attention.CUTS[attention_key(model)] = cut
+        use_attention(model, cut)
         step = Step(model._replace(layers=1, vocabulary=16, inner=16), 1200)
         batch = step.batch(rows, width, context)
         heads, kv, dim = model.attention[:3]
@@ -257,9 +258,14 @@ def compile_attention(job: tuple[Model, int, int, int, cuda_attention.Cut]) -> s
         return f"{type(problem).__name__}: {str(problem)[:200]}"
 
 
-def attention_key(model: Model) -> tuple[int, int]:
-    heads, kv, dim = model.attention[:3]
-    return (64 if dim <= 64 else 128, heads // kv)
+OWN_CUTS = dict(cuda_attention.CUTS)
+
+
+def use_attention(model: Model, cut: cuda_attention.Cut | None) -> None:
+    """This cut for few rows and many of heads as wide as the model's; None: the kernels' own."""
+    for few in (True, False):
+        key = (few, model.attention.head_dim > 64)
+        cuda_attention.CUTS[key] = cut or OWN_CUTS[key]
 
 
 def bound(context: int) -> int:
@@ -282,10 +288,12 @@ class Layer(NamedTuple):
 
 
 class Step:
-    """A decode step of `rows` requests of `width` tokens each, `context` positions behind them."""
+    """A decode step of `rows` requests of `width` tokens each, `context` positions behind them. cut: of attention, None for
+    the kernels' own."""
 
     def __init__(self, model: Model, pages: int) -> None:
         self.model = model
+        self.cut: cuda_attention.Cut | None = None
         heads, kv, dim = model.attention[:3]
         hidden, inner = model.hidden, model.inner
         self.layers = [
@@ -313,6 +321,7 @@ class Step:
     def forward(self, run: Any, batch: Batch, without: str = "", chained: bool = True) -> Tensor:
         """`without` leaves one kind of launch out, to see what it costs in the chain; chained: from the second layer on each
         launch lets the next begin at once, as the model does it."""
+        use_attention(self.model, self.cut)
         x = torch.nn.functional.embedding(batch.ids, self.embedding)
         heads, kv, dim = self.model.attention[:3]
         total = len(batch.ids)
@@ -368,7 +377,7 @@ def check_step(step: Step, rows: int, width: int, context: int) -> float:
 
 def sweep(steps: list[Step], given: list[str], most: int) -> list[dict[str, Any]]:
     """The fastest cut of each product and of attention, one after the other, in the step itself: what a launch costs depends
-    on its neighbours, whose ends and beginnings it overlaps. For up to `most` tokens. Sets TUNED or MANY, and CUTS."""
+    on its neighbours, whose ends and beginnings it overlaps. For up to `most` tokens. Sets TUNED or MANY, and steps' cuts."""
     jobs = [
         (most, kind, *shape, tiles) for step in steps for kind, shape in step.model.products().items() if kind in given
         for tiles in cuts_for(most, kind, shape)
@@ -399,15 +408,19 @@ def sweep(steps: list[Step], given: list[str], most: int) -> list[dict[str, Any]
             return times
 
         for kind in given:
+            key: tuple[Any, ...]
             if kind == "attention":
-                table, key = cuda_attention.CUTS, attention_key(step.model)
+                heads, kv, dim = step.model.attention[:3]
+                key = (dim, heads // kv)
                 candidates = [cut for cut in attention_cuts if not any(problems[step.model, *load, cut] for load in loads)]
+                use = partial(setattr, step, "cut")
             else:
-                table, key = table_for(most), shapes[kind]
+                key = shapes[kind]
                 candidates = [tiles for tiles in cuts_for(most, kind, key) if not problems[most, kind, *key, tiles]]
+                use = partial(table_for(most).__setitem__, key)
             timed = []
             for candidate in candidates:
-                table[key] = candidate
+                use(candidate)
                 ms = measure()
                 timed.append((sum(ms), candidate, ms))
                 named = {"model": step.model.name, "kind": kind, "tokens": most}
@@ -415,7 +428,7 @@ def sweep(steps: list[Step], given: list[str], most: int) -> list[dict[str, Any]
             if not timed:
                 continue
             timed.sort()
-            table[key] = timed[0][1]
+            use(timed[0][1])
             first = "  ".join(f"{tuple(map(int, cut))} " + "/".join(f"{t:.4f}" for t in ms) for _, cut, ms in timed[:4])
             print(most, step.model.name, kind, key, first, f"  worst {timed[-1][2][0]:.3f}", flush=True)
         for load, batch in zip(loads, batches, strict=True):

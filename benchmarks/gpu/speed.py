@@ -369,7 +369,7 @@ print(json.dumps({"kv_tokens": settings["kv_cache_tokens"], "graphs": settings["
 def starts(folder: Any, repeat: int = 2) -> dict[str, Any]:
     """Seconds from starting a process until an LLM with all defaults is ready, plain and with n-gram drafts, in turn, after
     one of each that compiles; and the KV cache it took."""
-    ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5})
+    ngram = json.dumps(NGRAM.effective())
     found: dict[str, list[dict[str, Any]]] = {"plain": [], "ngram k=4": []}
     for i in range(repeat + 1):
         for name, given in (("plain", "null"), ("ngram k=4", ngram)):

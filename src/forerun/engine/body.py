@@ -139,6 +139,10 @@ class Body:
         """What sampling for these slots together takes, as far as steps differ by it."""
         return self.sampling.features(slots)
 
+    def launch(self, key: Key | PromptKey, given: Tensor) -> Report:
+        """A decode step (given: [2,B] int64, slot and k as `run` takes them) or prompts (as `prefill` takes it)."""
+        return self.run(key, *given) if isinstance(key, Key) else self.prefill(key, given)
+
     def run(self, key: Key, slot: Tensor, k: Tensor) -> Report:
         """A decode step. slot: [B], the padding's is nobody's; k: [B], what each row may draft at most."""
         if key.drafts is not None:

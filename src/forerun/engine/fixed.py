@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """The rows of a step that decode, as the body takes them, padded up to `lines`."""
+    """The rows of a step that decode, as the body takes them, padded up to `lines`; shared: what so many may draft together."""
 
     rows: list[PlanRow]
     lines: int
@@ -43,6 +43,7 @@ class Decoding(NamedTuple):
     k: list[int]
     chances: list[Chances]
     asked: tuple[Features, int]
+    shared: tuple[int, ...]
 
 
 class FixedFlight:
@@ -115,7 +116,7 @@ class FixedStep:
         self._run, self._cost = run or self._eager, cost
         self._changes: dict[int, Arrival | None] = {}  # slots given (or left, None) since the last launch
         self._last: tuple[list[Sequence], tuple[Features, int]] = ([], (GREEDY, -1))
-        self._decoding = Decoding([], 0, [], [], [], (GREEDY, -1))
+        self._decoding = Decoding([], 0, [], [], [], (GREEDY, -1), ())
 
     def admit(self, sequence: Sequence) -> None:
         """The sequence has a slot: written at the next launch, with all others."""
@@ -194,10 +195,9 @@ class FixedStep:
         if decoding:
             if decoding != self._decoding.rows:
                 self._decoding = self._line_up(decoding)
-            _, lines, slot, k, chances, asked = self._decoding
+            _, lines, slot, k, chances, asked, shared = self._decoding
             # what is known of the rows is a step old
-            most, shared = k[: len(decoding)], self.shared_drafts(lines)
-            cost = partial(self._cost, lines)
+            most, cost = k[: len(decoding)], partial(self._cost, lines)
             width, drafts, shares = self.policy.step_shape(self.widths, shared, chances, most, cost)
             k = shares + k[len(decoding) :]
             parts.append((decoding, self._receive(self._run(Key(lines, width, *asked, drafts), slot, k))))
@@ -213,15 +213,15 @@ class FixedStep:
         padding = lines - len(rows)
         slot = [row.sequence.slot for row in rows] + [self.nobody] * padding
         k = [row.k for row in rows] + [0] * padding
-        return Decoding(rows, lines, slot, k, [row.sequence.chances for row in rows], self._asked(rows))
+        chances = [row.sequence.chances for row in rows]
+        return Decoding(rows, lines, slot, k, chances, self._asked(rows), self.shared_drafts(lines))
 
     def shared_drafts(self, lines: int) -> tuple[int, ...]:
         """For steps of so many lines, what they may draft together where that is less than the width for each."""
         return shared_drafts(lines, self.width) if self.width and self.body.lives.draft_probs is None else ()
 
     def _eager(self, key: Key | PromptKey, *given: list[int]) -> Report:
-        sent = send_integers(list(given), self.device)
-        return self.body.run(key, *sent) if isinstance(key, Key) else self.body.prefill(key, sent)
+        return self.body.launch(key, send_integers(list(given), self.device))
 
     def _prefill(self, rows: list[PlanRow]) -> tuple[list[PlanRow], Report]:
         """Chunks of prompts, and the first tokens of those that are through: these come first, as the report's reader

@@ -71,8 +71,7 @@ class Graphs:
         inputs.zero_()
         inputs[0].fill_(self.nobody)
         self._now.pop(shape, None)
-        body = self.body
-        self._graphs[key] = self._record(lambda: body.run(key, *inputs) if isinstance(key, Key) else body.prefill(key, inputs))
+        self._graphs[key] = self._record(lambda: self.body.launch(key, inputs))
         if isinstance(key, Key) and (key.rows, key.width, key.drafts) not in self.costs:
             start = time.perf_counter()
             self.costs[key.rows, key.width, key.drafts] = self._cost(self._graphs[key][0])

@@ -1,11 +1,11 @@
 """Attention over pages as Triton kernels: one launch for a decode step (norms, rotation, cache write and all), two for
 prefill. Knows pages, splits and launches; nothing of models or scheduling.
 
-Decode: the rows have the same number of tokens each. A program takes one row, one key head with all its query heads, and
-one stretch of the pages; how long the stretches are is worked out on the device, so that a launch for a long context costs
-a short one little. What earlier steps left in the pages is read before the wait for q, k and v; the new keys and values are
-taken from these, not from the pages, so no program waits for a write. Of several stretches, the program that ends last adds
-them up, in order.
+Decode: the rows have the same number of tokens each, or up to as many. A program takes one row, one key head with all its
+query heads, and one stretch of the pages; how long the stretches are is worked out on the device, so that a launch for a
+long context costs a short one little. What earlier steps left in the pages is read before the wait for q, k and v; the new
+keys and values are taken from these, not from the pages, so no program waits for a write. Of several stretches, the program
+that ends last adds them up, in order.
 
 Tiles and stretches begin at fixed positions, and what a query does not see adds nothing to its sums, to the bit: so a
 token's attention is summed alike in a plain step and in a verify step of as many rows, and in any batch that is cut as its
@@ -407,20 +407,19 @@ class Cut(NamedTuple):
     registers: int = 0
 
 
-# for few rows and for many, heads up to 64 wide and wider ones, measured on an H200 by benchmarks/gpu/kernels.py
 FEW = Cut(8, 128, 1, at_once=8, early=True)
-MANY = Cut(4, 128, 1, registers=128)
-MANY_WIDE = Cut(4, 64, 1, most=8)
-CUTS: dict[tuple[int, int], Cut] = {}  # (width of a head, up to 64 or 128; queries of a key head) -> what is to be tried
+# (few rows, heads wider than 64) -> the fastest cut measured on an H200 by benchmarks/gpu/kernels.py
+CUTS = {
+    (True, False): FEW, (True, True): FEW,
+    (False, False): Cut(4, 128, 1, registers=128), (False, True): Cut(4, 64, 1, most=8),
+}  # fmt: skip
 
 
-def cut_for(dim: int, group: int, programs: int) -> Cut:
+def cut_for(dim: int, programs: int) -> Cut:
     """programs: one for each row and key head. It is not the tokens of a row that decides, so that a verify step sums as a
     plain step does."""
     wide = dim > 64
-    cut = CUTS.get((128 if wide else 64, group)) or (
-        FEW if programs <= (16 if wide else 48) else MANY_WIDE if wide else MANY
-    )
+    cut = CUTS[programs <= (16 if wide else 48), wide]
     return cut if dim <= 128 else cut._replace(positions=64)  # so that a tile finds room in registers
 
 
@@ -434,7 +433,7 @@ def attend_decode(
     each row, key head and block of up to 16 queries."""
     heads, kv, dim, window, eps = shape
     rows = batch.block_table.shape[0]
-    cut = cut_for(dim, heads // kv, rows * kv)
+    cut = cut_for(dim, rows * kv)
     bm = 16
     queries = triton.cdiv(width * (heads // kv), bm)
     padded = max(16, power_of_two(dim))
