@@ -282,7 +282,7 @@ def test_attention_of_nothing_but_padding(run: CudaKernels) -> None:
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from forerun.kernels import cuda_attention as attention, cuda_products as products
+from forerun.kernels import cuda_attention as attention, cuda_prefill as prefill, cuda_products as products
 
 def check(kernel, warps=4, **constants):
     given = dict(
@@ -298,9 +298,9 @@ for pdl in (0, 1, 2):
     for ragged in (False, True):
         for warps, early in ((4, False), (8, True)):
             check(attention.decode_kernel, warps, **decode, RAGGED=ragged, EARLY=early, PDL=pdl)
-check(attention.rotate_kernel, **heads, RP=2)
+check(prefill.rotate_kernel, **heads, RP=2)
 del heads["NORM"], heads["HP"]
-check(attention.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64)
+check(prefill.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64)
 product = dict(N=64, K=96, BM=16, BN=16, NORM=True, GATE=True, ADD=False, BIAS=False)
 for pdl in (1, 2):
     check(products.whole_kernel, **product, STARTS=(0, 64), WIDTHS=(64, 32), SPLIT=2, PDL=pdl)

@@ -1,6 +1,6 @@
 """The kernels for CUDA. Knows which launch suits how many tokens: up to `few` the Triton products of a decode step
 (cuda_products.py, cut as cuda_cuts.py says), above them the vendor's matrix product with small kernels between; attention
-is in cuda_attention.py.
+is in cuda_attention.py and cuda_prefill.py.
 
 Everything can be captured in a CUDA graph: nothing waits for the host and every shape is known to it. A decode step that
 is captured says first what it is: `kernels.bounded(width, context)`. Launches on one stream at a time only, since the
@@ -20,8 +20,9 @@ from triton.runtime import driver
 
 from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one
 from forerun.kernels import cuda_products as products
-from forerun.kernels.cuda_attention import attend_decode, attend_ragged
+from forerun.kernels.cuda_attention import attend_decode
 from forerun.kernels.cuda_cuts import FEW_TOKENS, choose, fitting
+from forerun.kernels.cuda_prefill import attend_ragged
 from forerun.kernels.cuda_products import AFTER_WAIT, AT_ONCE, Tiles, launch, launch_options, power_of_two
 from forerun.types import require
 

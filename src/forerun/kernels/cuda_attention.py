@@ -1,7 +1,7 @@
-"""Attention over pages as Triton kernels: one launch for a decode step (norms, rotation, cache write and all), two for
-prefill. Knows pages, splits and launches; nothing of models or scheduling.
+"""Attention over pages in a decode step as one Triton launch: norms, rotation, cache write and all (cuda_prefill.py is for
+prompts). Knows pages, splits and launches; nothing of models or scheduling.
 
-Decode: the rows have the same number of tokens each, or up to as many. A program takes one row, one key head with all its
+The rows have the same number of tokens each, or up to as many. A program takes one row, one key head with all its
 query heads, and one stretch of the pages; how long the stretches are is worked out on the device, so that a launch for a
 long context costs a short one little. What earlier steps left in the pages is read before the wait for q, k and v; the new
 keys and values are taken from these, not from the pages, so no program waits for a write. Of several stretches, the program
@@ -31,7 +31,7 @@ LOWEST = tl.constexpr(-1.0e30)  # in place of -inf where nothing has been seen, 
 
 
 @triton.jit
-def _angles(cos, sin, position, there, h, D: tl.constexpr):
+def angles_at(cos, sin, position, there, h, D: tl.constexpr):
     """What heads at these positions [ROWS] are rotated by: cosine and sine, [ROWS,HP] each; h [HP] counts through a half."""
     at = position[:, None] * (D // 2) + h[None, :]
     good = there[:, None] & (h < D // 2)[None, :]
@@ -39,7 +39,7 @@ def _angles(cos, sin, position, there, h, D: tl.constexpr):
 
 
 @triton.jit
-def _head_norm(norm, h, D: tl.constexpr, NORM: tl.constexpr):
+def head_norm(norm, h, D: tl.constexpr, NORM: tl.constexpr):
     """A norm's weight for the halves of a head, [1,HP] each."""
     if NORM:
         half: tl.constexpr = D // 2
@@ -51,7 +51,7 @@ def _head_norm(norm, h, D: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _halves(base, there, h, D: tl.constexpr):
+def halves_of(base, there, h, D: tl.constexpr):
     """The first and second halves of heads that start at base [ROWS], [ROWS,HP] each."""
     good = there[:, None] & (h < D // 2)[None, :]
     at = base[:, None] + h[None, :]
@@ -59,8 +59,8 @@ def _halves(base, there, h, D: tl.constexpr):
 
 
 @triton.jit
-def _rotated(halves, angles, by, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Heads normed and rotated, in their dtype, from and as two halves [ROWS,HP]. angles, by: see _angles and _head_norm."""
+def rotated(halves, angles, by, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Heads normed and rotated, in their dtype, from and as two halves [ROWS,HP]. angles, by: see angles_at and head_norm."""
     dtype: tl.constexpr = halves[0].dtype
     a = halves[0].to(tl.float32)
     b = halves[1].to(tl.float32)
@@ -72,7 +72,7 @@ def _rotated(halves, angles, by, eps, D: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _places(table, p, ok, head, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr):
+def places(table, p, ok, head, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr):
     """Where position p's key (and value) of a head starts in the pages; table: the row's. FAR: 32 bits do not reach."""
     u = p.to(tl.uint32)
     page = tl.load(table + u // BLOCK, mask=ok, other=0)
@@ -88,7 +88,7 @@ def _stored(
 ):
     """Positions p [BN] of the pages, zero where nothing is `there`: the halves of the keys [BN,HP], the values [BN,DP]."""
     half: tl.constexpr = D // 2
-    at_pages = _places(table, p, there, head, KV, D, BLOCK, FAR)[:, None]
+    at_pages = places(table, p, there, head, KV, D, BLOCK, FAR)[:, None]
     ok = there[:, None] & (h < half)[None, :]
     keys_a = tl.load(key_pages + at_pages + h[None, :], mask=ok, other=0.0)
     keys_b = tl.load(key_pages + at_pages + half + h[None, :], mask=ok, other=0.0)
@@ -120,7 +120,7 @@ def _seen(scores, p, low, last, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _step(scores, values, top, total, mixed):
+def softmax_step(scores, values, top, total, mixed):
     """One more tile of scores [...,BM,BN] (base-2 logarithms) and values [...,BN,DP] into the running softmax."""
     last: tl.constexpr = len(scores.shape) - 1
     higher = tl.maximum(top, tl.max(scores, last))
@@ -221,8 +221,8 @@ def decode_kernel(
     t = tl.arange(0, TOKENS)  # a new token
     is_new = t < count
     # what earlier steps wrote is there already
-    q_angles = _angles(cos, sin, first + token, query_ok, h, D)
-    k_angles = _angles(cos, sin, first + t, is_new, h, D)
+    q_angles = angles_at(cos, sin, first + token, query_ok, h, D)
+    k_angles = angles_at(cos, sin, first + t, is_new, h, D)
     if EARLY:
         p = start + tl.arange(0, BN)
         there = (p >= low) & (p < first)
@@ -233,29 +233,29 @@ def decode_kernel(
         for j in range(1 if EARLY else 0, here):
             ahead = start + j * BN + i // lines
             in_pages = (ahead >= low) & (ahead < first)
-            at_pages = _places(table, ahead, in_pages, head, KV, D, BLOCK, FAR) + i % lines * 64
+            at_pages = places(table, ahead, in_pages, head, KV, D, BLOCK, FAR) + i % lines * 64
             prefetch(key_pages + at_pages, PDL)
             prefetch(value_pages + at_pages, PDL)
-    by = _head_norm(q_norm, h, D, NORM), _head_norm(k_norm, h, D, NORM)
+    by = head_norm(q_norm, h, D, NORM), head_norm(k_norm, h, D, NORM)
     wait(PDL)
 
     # all of it asked for before any is used
-    q = _halves(qkv + (token0 + token) * stride + (head * group + m % group) * D, query_ok, h, D)
+    q = halves_of(qkv + (token0 + token) * stride + (head * group + m % group) * D, query_ok, h, D)
     k_base = qkv + token0 * stride + (HEADS + head) * D
-    k = _halves(k_base + t * stride, is_new, h, D)
+    k = halves_of(k_base + t * stride, is_new, h, D)
     v_base = k_base + KV * D
     v = tl.load((v_base + t * stride)[:, None] + d[None, :], mask=is_new[:, None] & (d < D)[None, :], other=0.0)
-    q_a, q_b = _rotated(q, q_angles, by[0], eps, D, NORM)
+    q_a, q_b = rotated(q, q_angles, by[0], eps, D, NORM)
     end = start + here * BN
     fresh = tl.zeros((BM, TOKENS), tl.float32)  # the new keys' scores
     if end > first:  # those new keys and values that lie in this stretch go into the pages
-        k_a, k_b = _rotated(k, k_angles, by[1], eps, D, NORM)
+        k_a, k_b = rotated(k, k_angles, by[1], eps, D, NORM)
         # what is not there is zero already: so that the compiler lays out what is made of the loads, and not each load
         k_a = tl.where(is_new[:, None], k_a, 0.0)
         k_b = tl.where(is_new[:, None], k_b, 0.0)
         fresh = tl.dot(q_b, k_b.T, tl.dot(q_a, k_a.T))
         mine = is_new & (first + t >= start) & (first + t < end)
-        to_pages = _places(table, first + t, mine, head, KV, D, BLOCK, FAR)[:, None]
+        to_pages = places(table, first + t, mine, head, KV, D, BLOCK, FAR)[:, None]
         ok = mine[:, None] & (h < half)[None, :]
         tl.store(key_pages + to_pages + h[None, :], k_a, mask=ok)
         tl.store(key_pages + to_pages + half + h[None, :], k_b, mask=ok)
@@ -273,7 +273,7 @@ def decode_kernel(
         if start + j * BN + BN > first:
             scores, values = _with_new(scores, values, fresh, v_base, stride, p, first, count, d, D, BM, BN, TOKENS)
         scores = _seen(scores * (scale * LOG2E), p, low, last, WINDOW)
-        top, total, mixed = _step(scores, values, top, total, mixed)
+        top, total, mixed = softmax_step(scores, values, top, total, mixed)
         if EARLY:
             p += BN
             there = (p >= low) & (p < first) & (j + 1 < here)
@@ -288,107 +288,6 @@ def decode_kernel(
         )
     else:
         tl.store(to, (mixed * (1.0 / total)[:, None]).to(out.dtype.element_ty), mask=good)
-
-
-@triton.jit
-def _row_of(token, row_start, R, RP: tl.constexpr):
-    """The row that each token belongs to."""
-    r = tl.arange(0, RP)
-    starts = tl.load(row_start + r, mask=r < R, other=2147483647)
-    return tl.sum((starts[None, :] <= token[:, None]).to(tl.int32), 1) - 1
-
-
-@triton.jit(do_not_specialize=["T", "R", "TABLE"])
-def rotate_kernel(
-    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, row_start, table, q_out, out, T, R, TABLE, eps,
-    HEADS: tl.constexpr,
-    KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, BM: tl.constexpr, RP: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr,
-    FAR: tl.constexpr,
-):
-    """Norm and rotate q into q_out [T,HEADS,D]; norm, rotate and write k, and write v, into the pages. The padding, which no
-    tile of prefill_kernel covers, leaves no trace there and gets zeros in out, so that no stray NaN goes on from it."""
-    head = tl.program_id(1)
-    t = tl.program_id(0) * BM + tl.arange(0, BM)
-    d = tl.arange(0, DP)
-    total = tl.load(row_start + R)
-    ok = t < total
-    h = tl.arange(0, HP)
-    good = ok[:, None] & (d < D)[None, :]
-    good_half = ok[:, None] & (h < D // 2)[None, :]
-    position = tl.load(positions + t, mask=ok, other=0).to(tl.int32)
-    base = qkv + t.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D
-    if head < HEADS:
-        by = _head_norm(q_norm, h, D, NORM)
-        q_a, q_b = _rotated(_halves(base, ok, h, D), _angles(cos, sin, position, ok, h, D), by, eps, D, NORM)
-        q_to = q_out + (t.to(tl.int64) * HEADS + head)[:, None] * D + h[None, :]
-        tl.store(q_to, q_a, mask=good_half)
-        tl.store(q_to + D // 2, q_b, mask=good_half)
-        nothing = out + (t.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
-        tl.store(nothing, tl.zeros((BM, DP), tl.float32), mask=((t >= total) & (t < T))[:, None] & (d < D)[None, :])
-    else:
-        row = _row_of(t, row_start, R, RP)
-        own_table = table + row.to(tl.int64) * TABLE
-        if head < HEADS + KV:
-            k_to = _places(own_table, position, ok, head - HEADS, KV, D, BLOCK, FAR)[:, None] + h[None, :]
-            by = _head_norm(k_norm, h, D, NORM)
-            k_a, k_b = _rotated(_halves(base, ok, h, D), _angles(cos, sin, position, ok, h, D), by, eps, D, NORM)
-            tl.store(key_pages + k_to, k_a, mask=good_half)
-            tl.store(key_pages + k_to + D // 2, k_b, mask=good_half)
-        else:
-            to = _places(own_table, position, ok, head - HEADS - KV, KV, D, BLOCK, FAR)
-            v = tl.load(base[:, None] + d[None, :], mask=good, other=0.0)
-            tl.store(value_pages + to[:, None] + d[None, :], v, mask=good)
-
-
-@triton.jit(do_not_specialize=["R", "TABLE"])
-def prefill_kernel(
-    q, key_pages, value_pages, positions, row_start, table, out, R, TABLE, scale, HEADS: tl.constexpr, KV: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    FAR: tl.constexpr,
-):
-    """Attention of ragged rows, whose keys and values are in the pages already. A program: BM tokens of a row, one head.
-    The tiles of all rows are numbered through, empty rows have none; there are more programs than tiles, since only the
-    device knows the rows."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    r = tl.arange(0, RP)
-    starts = tl.load(row_start + r, mask=r < R, other=0)
-    ends = tl.load(row_start + r + 1, mask=r < R, other=0)
-    tiles = tl.where(r < R, (ends - starts + BM - 1) // BM, 0)
-    after = tl.cumsum(tiles, 0)
-    row = tl.sum((after <= tile).to(tl.int32), 0)
-    if row >= R:
-        return
-    within = tile - tl.sum(tl.where(r == row, after - tiles, 0), 0)
-    start = tl.load(row_start + row)
-    t = start + within * BM + tl.arange(0, BM)
-    ok = t < tl.load(row_start + row + 1)
-    d = tl.arange(0, DP)
-    good = ok[:, None] & (d < D)[None, :]
-    at = tl.load(positions + start).to(tl.int32) + within * BM + tl.arange(0, BM)
-    where = (t.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
-    queries = tl.load(q + where, mask=good, other=0.0)
-    end = tl.max(tl.where(ok, at, 0), 0) + 1
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(tl.min(at, 0) - WINDOW + 1, 0) // BN * BN
-    table += row.to(tl.int64) * TABLE
-    top = tl.full((BM,), LOWEST, tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    mixed = tl.zeros((BM, DP), tl.float32)
-    for p0 in range(low, end, BN):
-        p = p0 + tl.arange(0, BN)
-        there = (p < end)[:, None] & (d < D)[None, :]
-        at_pages = _places(table, p, p < end, head // (HEADS // KV), KV, D, BLOCK, FAR)[:, None] + d[None, :]
-        keys = tl.load(key_pages + at_pages, mask=there, other=0.0)
-        scores = tl.dot(queries, keys.T) * (scale * LOG2E)
-        seen = p[None, :] <= at[:, None]
-        if WINDOW > 0:
-            seen = seen & (p[None, :] > at[:, None] - WINDOW)
-        values = tl.load(value_pages + at_pages, mask=there, other=0.0)
-        top, total, mixed = _step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
-    tl.store(out + where, (mixed * (1.0 / total)[:, None]).to(out.dtype.element_ty), mask=good)
 
 
 class Cut(NamedTuple):
@@ -451,34 +350,5 @@ def attend_decode(
         BLOCK=key_pages.shape[2], SPLITS=splits, LEAST=cut.least, WINDOW=window, NORM=q_norm is not None,
         FAR=key_pages.numel() >= 1 << 31, AT_ONCE=cut.at_once, RAGGED=ragged, EARLY=cut.early, PDL=pdl, num_stages=1,
         **launch_options(cut.warps, pdl), **({"maxnreg": cut.registers} if cut.registers else {}),
-    )
-    return out
-
-
-def attend_ragged(
-    qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
-    key_pages: Tensor,
-    value_pages: Tensor, batch: Batch,
-) -> Tensor:
-    """Rows of any lengths, none included, and padding behind them: prefill."""
-    heads, kv, dim, window, eps = shape
-    total, rows = qkv.shape[0], batch.block_table.shape[0]
-    padded, rows_padded, block = max(16, power_of_two(dim)), power_of_two(rows), key_pages.shape[2]
-    q = qkv.new_empty(total, heads, dim)
-    out = qkv.new_empty(total, heads * dim)
-    table = batch.block_table.stride(0)
-    rotate_kernel[(triton.cdiv(total, 16), heads + 2 * kv)](
-        qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages,
-        batch.positions,
-        batch.row_start, batch.block_table, q, out, total, rows, table, eps, HEADS=heads, KV=kv, D=dim, DP=padded,
-        HP=max(16, power_of_two(dim // 2)), BM=16, RP=rows_padded,
-        BLOCK=block, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31, num_warps=4,
-    )
-    bm = 64 if total > 16 * rows else 16
-    prefill_kernel[(triton.cdiv(total, bm) + rows - 1, heads)](
-        q, key_pages, value_pages, batch.positions, batch.row_start, batch.block_table, out, rows, table, dim**-0.5,
-        HEADS=heads, KV=kv,
-        D=dim, DP=padded, BM=bm, BN=64, RP=rows_padded, BLOCK=block, WINDOW=window,
-        FAR=key_pages.numel() >= 1 << 31, num_warps=4, num_stages=2,
     )
     return out
