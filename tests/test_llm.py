@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,31 @@ def test_n_completions_differ_and_a_seed_repeats_them(loaded) -> None:  # type: 
     two = llm(loaded, "ngram").generate(["in", "the"], params)[1].completions
     assert len({c.token_ids for c in one}) == 3
     assert [c.token_ids for c in one] == [c.token_ids for c in two]
+
+
+def test_n_completions_of_equal_prompts_all_differ_without_a_seed(loaded) -> None:  # type: ignore[no-untyped-def]
+    """Each request has a seed of its own, and each of its n sequences too; a seed given makes the first of n the only one of
+    n = 1."""
+    it = llm(loaded)
+    answers = it.generate(["the thing"] * 4, SamplingParams(n=4, temperature=5.0, max_tokens=8, ignore_eos=True))
+    assert len({c.token_ids for a in answers for c in a.completions}) == 16
+    seeded = SamplingParams(temperature=5.0, max_tokens=8, ignore_eos=True, seed=7)
+    (four,), (one,) = it.generate("the", replace(seeded, n=4)), it.generate("the", seeded)
+    assert four.token_ids == one.token_ids and len({c.token_ids for c in four.completions}) == 4
+
+
+def test_chunks_carry_logprobs_and_the_counts_of_their_time(loaded) -> None:  # type: ignore[no-untyped-def]
+    it = llm(loaded, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}, adaptive_drafts=False)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    (whole,) = it.generate("the thing in the thing", params)
+    chunks = list(it.stream("the thing in the thing", params))
+    assert whole.completions[0].logprobs == sum((c.logprobs or () for c in chunks), ())
+    assert all(c.logprobs is not None and [p.token for p in c.logprobs] == list(c.token_ids) for c in chunks)
+    assert all(c.logprobs is None for c in it.stream("the thing", GREEDY))
+    # read at the end: each chunk still has the counts it came with
+    assert [c.stats.steps for c in chunks] == list(range(len(chunks))) and chunks[-1].stats.drafted > 0
+    accepted = [sum(len(c.token_ids) - 1 for c in chunks[: i + 1]) for i in range(len(chunks))]
+    assert [c.stats.accepted for c in chunks] == accepted == [sum(c.stats.accepted_at) for c in chunks]
 
 
 def test_a_stream_adds_up_to_the_answer(loaded) -> None:  # type: ignore[no-untyped-def]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from forerun.verify.noise import ACCEPT, CHOOSE, DRAFT, REDRAW, block_noise, child_seed, draw, draw_row, signed, uniform
+from forerun.verify.noise import (
+    ACCEPT,
+    CHOOSE,
+    DRAFT,
+    REDRAW,
+    block_noise,
+    child_seed,
+    draw,
+    draw_row,
+    request_seed,
+    signed,
+    uniform,
+)
 from tests.statistical import PASS, REJECT, chi_square, tally
 
 COUNT = 20_000
@@ -135,6 +149,13 @@ def test_children_have_seeds_of_their_own() -> None:
     assert child_seed(42, 0) == 42
     seeds = [child_seed(s, i) for s in range(-20, 20) for i in range(1, 50)]
     assert len(set(seeds)) == len(seeds) and all(0 <= s < 2**63 for s in seeds)
+
+
+def test_no_two_sequences_of_any_engine_share_a_seed() -> None:
+    """Over engine seeds, numbers of requests and the n sequences of each; and none is a small number, as users give."""
+    places = itertools.product(range(-10, 40), range(60), range(8))
+    seeds = [child_seed(request_seed(engine, number), i) for engine, number, i in places]
+    assert len(set(seeds)) == len(seeds) and all(100 < s < 2**63 for s in seeds)
 
 
 @given(st.integers(-(2**200), 2**200))

@@ -28,7 +28,7 @@ from forerun.models import hub
 from forerun.models.decoder import KVCache, Target
 from forerun.models.tokenizer import Detokenizer, Tokenizer
 from forerun.types import FinishReason, Logprob, Request, SamplingParams, SettingError, require
-from forerun.verify.noise import child_seed
+from forerun.verify.noise import child_seed, request_seed
 from forerun.verify.sampling import SamplingState
 
 LOG = logging.getLogger("forerun")
@@ -95,12 +95,14 @@ class Output:
 
 
 class Chunk(NamedTuple):
-    """What one step added to a streamed answer; finish_reason with the last one."""
+    """What one step added to a streamed answer. finish_reason: None before the last chunk. stats: the request's counts up to
+    this chunk; later steps do not change them. logprobs: of token_ids; None where none were asked for."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     stats: DraftStats
+    logprobs: tuple[Logprob, ...] | None = None
 
 
 class _Growing:
@@ -271,7 +273,8 @@ class LLM:
             while self.engine.has_work:
                 for event in self.engine.step():
                     if event.request_id == request.id:
-                        yield Chunk(event.text, event.tokens, event.finish_reason, live.stats)
+                        logprobs = event.logprobs if given.logprobs is not None else None
+                        yield Chunk(event.text, event.tokens, event.finish_reason, live.stats.copy(), logprobs)
                         if event.finish_reason is not None:
                             return
         finally:
@@ -317,7 +320,7 @@ class LLM:
         stop = params.stop_token_ids + (() if params.ignore_eos else tuple(self.model.target.config.eos_ids))
         prediction = tuple(tokenizer.encode(params.prediction, add_special_tokens=False)) if params.prediction else ()
         number = next(self._numbers)
-        seed = child_seed(engine.config.seed, number) if params.seed is None else params.seed
+        seed = request_seed(engine.config.seed, number) if params.seed is None else params.seed
         return [
             Request(
                 id=f"{number}.{i}",

@@ -4,7 +4,7 @@ verified; accepted = draft tokens that were committed; steps = verify steps (one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True)
@@ -35,6 +35,10 @@ class DraftStats:
             drafted_at[i] += rows
         for i in range(accepted):
             accepted_at[i] += rows
+
+    def copy(self) -> DraftStats:
+        """The counts as they are now."""
+        return replace(self, drafted_at=list(self.drafted_at), accepted_at=list(self.accepted_at))
 
     def add(self, other: DraftStats) -> None:
         self.steps += other.steps

@@ -20,6 +20,7 @@ DRAFT = 4  # the drafter's token
 _MASK = (1 << 64) - 1
 _STEP, _PURPOSE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_REQUEST = 0xA0761D6478BD642F  # keeps the seeds of requests apart from those of a request's sequences
 _RUN = 256  # tokens that draw_row adds up before it looks at any of them
 _BLOCK_BITS = 32  # a position is below this many bits; the index in a block lies above them
 
@@ -64,6 +65,12 @@ def block_noise(seed: Tensor, start: Tensor, width: int, purpose: int) -> Tensor
     """
     index = torch.arange(width, dtype=torch.int64, device=seed.device)
     return uniform(seed[:, None], start[:, None] + (index << _BLOCK_BITS), purpose)
+
+
+def request_seed(seed: int, number: int) -> int:
+    """The seed of an engine's request number `number` (0, 1, ...) that brings none, from the engine's seed. Another
+    derivation than child_seed's: child_seed(request_seed(s, a), i) and child_seed(request_seed(s, b), j) differ."""
+    return mix_int(mix_int(seed + _REQUEST) + (number + 1) * _STEP) >> 1
 
 
 def child_seed(seed: int, i: int) -> int:
