@@ -196,3 +196,13 @@ def test_bench_with_several_requests_at_once(model: str, tmp_path: Path) -> None
     made = record.load(output)
     assert [a.name for a in made.settings.arms] == ["baseline", "ngram k=2", "ngram k=3"]
     assert all(len(b.answers) == 3 for b in made.batches)
+
+
+def test_the_program_reports_what_it_does_while_it_loads_once_each() -> None:
+    code = (
+        "import logging, sys, forerun.cli as cli\n"
+        "cli.app = lambda: [logging.getLogger('forerun').info(line) for line in ('one', 'two', 'one')]\n"
+        "cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stderr == "one\ntwo\n" and done.stdout == ""

@@ -5,6 +5,7 @@ commands, so that --help answers at once.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -850,9 +851,25 @@ def share_cores() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+class Notices(logging.Handler):
+    """What the package reports while it works, on standard error, each line once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if line not in self._shown:
+            self._shown.add(line)
+            print(line, file=sys.stderr)
+
+
 def main() -> None:
     """The entry point."""
     share_cores()
+    logging.getLogger("forerun").addHandler(Notices())
+    logging.getLogger("forerun").setLevel(logging.INFO)
     app()
 
 

@@ -14,6 +14,7 @@ import torch
 from forerun.config import BUDGET, EngineConfig
 from forerun.drafters import Drafter, Needs
 from forerun.engine.body import Body, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes, unknown_cost
+from forerun.engine.costs import step_costs
 from forerun.engine.fixed import FixedStep
 from forerun.engine.graphs import Graphs, captures, fused_body
 from forerun.engine.memory import free_memory, tokens_on_gpu
@@ -141,7 +142,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Before the first request: capture the steps of greedy decoding, and its prompts, where there are graphs; else, if
-        drafts are to be no longer than pays, measure what steps cost."""
+        drafts are to be no longer than pays, find out what steps cost."""
         speculation = self.config.speculation
         if isinstance(self._step, FixedStep):
             if self.graphs is not None:
@@ -153,7 +154,8 @@ class Engine:
                     for drafts in self._step.shared_drafts(rows):
                         self.graphs.capture(Key(rows, self._step.width, drafts=drafts))
         elif speculation is not None and self.config.adaptive_drafts and speculation.draft_sample_method == "greedy":
-            self.scheduler.policy.costs = Costs(self._step.measure(min(MEASURED, self.max_model_len)))
+            most = min(MEASURED, self.max_model_len)
+            self.scheduler.policy.costs = Costs(step_costs(self._step.target, self._step.compute, most))
 
     def _prompt_keys(self, given: PromptSizes | None) -> list[PromptKey]:
         """The launches of prompts that may come, the largest first, in whose memory the others then find room."""

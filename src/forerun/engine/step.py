@@ -101,19 +101,10 @@ class RaggedStep:
             self.drafter.release(slot, finished)
 
     @torch.inference_mode()
-    def measure(self, most: int) -> list[tuple[int, float]]:
-        """Seconds of forward passes over 1, 2, 4 .. `most` positions, for nobody: the best of three each."""
-        nobody, one = np.array([len(self.slots.length) - 1]), np.array([0])
-        points = []
-        for n in (1 << i for i in range(most.bit_length())):
-            batch = self.slots.batch(nobody, one, np.array([n]), np.arange(n))
-            seconds = []
-            for _ in range(3):
-                start = time.perf_counter()
-                self.target.forward(batch, self.kv)
-                seconds.append(time.perf_counter() - start)
-            points.append((n, min(seconds)))
-        return points
+    def compute(self, positions: int) -> None:
+        """A forward pass of the dummy slot over so many positions, to be timed."""
+        dummy, first = np.array([len(self.slots.length) - 1]), np.array([0])
+        self.target.forward(self.slots.batch(dummy, first, np.array([positions]), np.arange(positions)), self.kv)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Done:

@@ -259,3 +259,8 @@ def kernels(dtype: torch.dtype) -> Kernels:
     (otherwise a warning, once, and plain torch); plain torch for every other dtype."""
     lib = compiled() if dtype in (torch.bfloat16, torch.float32) else None
     return reference if lib is None else CpuKernels(lib, dtype)
+
+
+def describe(kernels: Kernels) -> str:
+    """A name that is another for kernels that may take another time."""
+    return Path(kernels.lib._name).stem if isinstance(kernels, CpuKernels) else "torch"

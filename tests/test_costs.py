@@ -1,0 +1,201 @@
+"""What steps cost: measured within a limit of time, kept in a file, and measured again where the file does not hold."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.config import EngineConfig, Speculation
+from forerun.engine import costs
+from forerun.engine.engine import Engine
+from forerun.engine.step import RaggedStep
+from forerun.models.decoder import Target
+from forerun.models.loading import random
+from forerun.models.tokenizer import Detokenizer, Tokenizer
+from tests.tiny import tiny_model
+
+
+class Machine:
+    """A processor whose steps take so many seconds by their positions, by its own clock."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.seconds, self.now = seconds, 0.0
+        self.ran: list[int] = []
+
+    def run(self, positions: int) -> None:
+        self.ran.append(positions)
+        self.now += self.seconds(positions)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def slow(n: int) -> float:
+    return 0.01 + 0.002 * n
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    return Target.load(tiny_model(tmp_path / "tiny"), "float32")
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache").glob("step-costs-*"))
+
+
+def costs_of(target: Target, machine: Machine, most: int = 64) -> costs.Points:
+    return costs.step_costs(target, machine.run, most, machine.clock)
+
+
+def test_the_best_of_some_rounds_of_each_size() -> None:
+    late = iter([0.5])  # the first step of all also warms up
+    machine = Machine(lambda n: next(late, slow(n)))
+    points = costs.measure(machine.run, 64, machine.clock)
+    assert points == [(n, pytest.approx(slow(n))) for n in (1, 2, 4, 8, 16, 32, 64)]
+    assert all(machine.ran.count(n) == costs.ROUNDS for n, _ in points)
+
+
+@pytest.mark.parametrize("most", [2, 3, 7, 8, 9, 50, 64])
+def test_positions_stay_within_what_the_context_allows(most: int) -> None:
+    machine = Machine(slow)
+    points = costs.measure(machine.run, most, machine.clock)
+    assert len(points) >= 2 and points == sorted(points)
+    assert points[0][0] == 1 and most / 2 < points[-1][0] <= most and max(machine.ran) <= most
+
+
+@pytest.mark.parametrize("each", [0.001, 0.02, 0.1, 0.5, 3.0, 40.0])
+def test_measuring_ends_in_time(each: float) -> None:
+    machine = Machine(lambda n: each * (1 + n / 16))
+    points = costs.measure(machine.run, 64, machine.clock)
+    least = each * (1 + 1 / 16) + each * (1 + 8 / 16)  # what has to be known
+    longest = each * (1 + 64 / 16)
+    assert machine.now <= max(least, costs.LIMIT_S + longest)
+    assert {1, 8} <= {n for n, _ in points}
+    if each <= 0.02:
+        assert [n for n, _ in points] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_the_next_start_reads_the_file(target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "forerun")
+    first, again = Machine(slow), Machine(slow)
+    points = costs_of(target, first)
+    assert "Measuring what steps of 1 to 64 positions cost" in caplog.text
+    caplog.clear()
+    assert costs_of(target, again) == points and not again.ran and not caplog.text
+    assert [path.suffix for path in kept(tmp_path)] == [".json"]  # nothing half written is left
+
+
+def test_what_is_measured_in_no_time_is_not_kept(target: Target, tmp_path: Path) -> None:
+    costs_of(target, Machine(lambda n: 1e-5 * n))
+    assert not kept(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_harmless(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "forerun")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))
+    machine = Machine(slow)
+    assert len(costs_of(target, machine)) == 7 and "not kept" in caplog.text
+
+
+def damaged(path: Path) -> dict[str, str]:
+    """Contents that are not what was written, or not for now."""
+    good = json.loads(path.read_text())
+
+    def with_(**changes: object) -> str:
+        return json.dumps(good | changes)
+
+    return {
+        "empty": "", "cut off": path.read_text()[:-40], "not JSON": "\x00\x01", "not an object": "[1, 2]", "a number": "5",
+        "deep": "[" * 100_000,
+        "no points": with_(points=[]), "one point": with_(points=[[1, 0.1]]), "points of nothing": with_(points=None),
+        "points that are words": with_(points=[["a", "b"], ["c", "d"]]), "three in a point": with_(points=[[1, 2, 3]] * 2),
+        "NaN": with_(points=[[1, 0.1], [2, float("nan")]]), "infinite": with_(points=[[1, 0.1], [2, float("inf")]]),
+        "no time": with_(points=[[1, 0.0], [2, 0.1]]), "out of order": with_(points=[[2, 0.1], [1, 0.1]]),
+        "twice": with_(points=[[1, 0.1], [1, 0.1]]), "too many positions": with_(points=[[1, 0.1], [128, 0.1]]),
+        "infinite positions": with_(points=[[1, 0.1], [float("inf"), 0.1]]), "no positions": with_(points=[[0, 0.1], [1, 0.1]]),
+        "old": with_(measured_at=time.time() - costs.FRESH_S - 60), "from the future": with_(measured_at=time.time() + 3600),
+        "no date": json.dumps({k: good[k] for k in ("key", "points")}), "a date in words": with_(measured_at="now"),
+        "another key": with_(key=good["key"] | {"threads": 99}), "no key": with_(key=None),
+    }  # fmt: skip
+
+
+def test_a_broken_or_old_file_is_measured_again_and_mended(target: Target, tmp_path: Path) -> None:
+    points = costs_of(target, Machine(slow))
+    (path,) = kept(tmp_path)
+    for what, text in damaged(path).items():
+        path.write_text(text)
+        again = Machine(slow)
+        assert costs_of(target, again) == points and again.ran, what
+        third = Machine(slow)
+        assert costs_of(target, third) == points and not third.ran, what
+    path.write_bytes(b"\xff\xfe")
+    again = Machine(slow)
+    assert costs_of(target, again) == points and again.ran
+
+
+def test_each_model_and_each_way_to_run_it_has_a_file_of_its_own(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(target.config, layers=target.config.layers + 1, windows=(0,) * (target.config.layers + 1))
+    made = Target(other, random(other, torch.float32, torch.device("cpu")), target.kernels)
+    half = Target.random(target.config, torch.bfloat16)
+    ways = [(target, 64), (target, 32), (made, 64), (half, 64)]
+    for number, (model, most) in enumerate(ways, 1):
+        costs_of(model, Machine(slow), most)
+        assert len(kept(tmp_path)) == number
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    costs_of(target, Machine(slow))
+    monkeypatch.setattr("forerun.__version__", "99")
+    costs_of(target, Machine(slow))
+    monkeypatch.setattr("forerun.kernels.cpu.processor", lambda: "another")
+    costs_of(target, Machine(slow))
+    assert len(kept(tmp_path)) == len(ways) + 3
+
+
+def test_starts_at_once_do_not_disturb_each_other(target: Target, tmp_path: Path) -> None:
+    def start() -> None:
+        for _ in range(20):
+            points = costs_of(target, Machine(slow))
+            found.append(len(points))
+            for path in kept(tmp_path):
+                os.utime(path)
+
+    found: list[int] = []
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [7] * 80 and len([p for p in kept(tmp_path) if p.is_file()]) == 1
+
+
+def test_an_engine_measures_once_for_all_starts(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    compute = RaggedStep.compute
+    monkeypatch.setattr(RaggedStep, "compute", lambda self, n: (ran.append(n), compute(self, n))[1])
+    monkeypatch.setattr(costs, "WORTH_S", 0.0)
+    tokenizer = Tokenizer(tmp_path / "tiny")
+
+    def start(**settings: object) -> Engine:
+        given: dict = {"kv_cache_tokens": 512, "speculation": Speculation.parse("ngram")} | settings
+        engine = Engine(target, EngineConfig(**given), lambda *_: None, lambda: Detokenizer(tokenizer), False)
+        engine.warm_up()
+        return engine
+
+    assert start().scheduler.policy.costs is not None and ran
+    ran.clear()
+    assert start().scheduler.policy.costs is not None and not ran
+    assert start(adaptive_drafts=False).scheduler.policy.costs is None and not ran
