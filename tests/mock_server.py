@@ -35,6 +35,7 @@ class Script:
     first_id: int = 100
     reason: str = "length"
     usage_off: int = 0
+    usage_more: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -179,7 +180,8 @@ class MockServer:
         for i, n in enumerate(at):
             self.accepted_at[i] += n
         if script.ending != "no-usage":
-            usage = {"prompt_tokens": 7, "completion_tokens": made + script.usage_off, "total_tokens": 7 + made}
+            n = made + script.usage_off
+            usage = {"prompt_tokens": 7, "completion_tokens": n, "total_tokens": 7 + n, **script.usage_more}
             timings = {} if script.timings is None else {"timings": {"predicted_n": made, **script.timings}}
             self._send(writer, {"choices": [], "usage": usage, **timings})
         if script.ending != "no-done":

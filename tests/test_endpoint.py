@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 from typing import Any
 
 import pytest
 
-from forerun.bench import latency, load, metrics, openai
-from forerun.bench.endpoint import Ask
-from forerun.bench.openai import DIALECTS, Address, HttpEndpoint
+from forerun.bench import latency, load, metrics, summary
+from forerun.bench.endpoint import Ask, Piece
+from forerun.bench.openai import DIALECTS, Address, HttpEndpoint, Timeouts
 from forerun.bench.record import Answer, Chunk, Counts, Load, ServerCounters
+from forerun.bench.reply import Reply
 from forerun.bench.sse import EventReader
+from forerun.engine.stats import DraftStats
 from tests.mock_server import ENDINGS, MockServer, Script
 
 CHAT = Ask("a", 6, messages=({"role": "user", "content": "hello"},))
@@ -99,7 +102,7 @@ BAD = {
 @pytest.mark.parametrize("ending", [e for e in ENDINGS if e != "done"])
 @pytest.mark.parametrize("asked", [CHAT, TEXT], ids=["chat", "completions"])
 def test_what_was_not_completed_is_a_failure_with_a_reason_and_no_tokens(ending: str, asked: Ask) -> None:
-    got, _ = ask(Script(ending=ending), asked, timeout_s=0.3 if ending == "hang" else 10.0)
+    got, _ = ask(Script(ending=ending, ids=ending != "no-usage"), asked, timeouts=Timeouts(0.3 if ending == "hang" else 10.0))
     assert got.failed and got.failure is not None and BAD[ending] in got.failure
     assert got.tokens == 0 and got.token_ids == () and latency.tpot(got) is None
 
@@ -135,27 +138,94 @@ def test_events_do_not_depend_on_how_the_bytes_were_cut(size: int) -> None:
     assert reader.unfinished and not EventReader().unfinished
 
 
-def piece(data: bytes, chat: bool = True) -> Any:
-    from forerun.bench.sse import Event
+def read(*events: bytes, asked: Ask = CHAT) -> list[Piece]:
+    """The pieces of a stream of these events, the concluding one last."""
+    reply, reader, pieces = Reply(dataclasses.replace(asked, max_tokens=100)), EventReader(), []
+    for data in (*events, b"[DONE]"):
+        pieces += [piece for event in reader.feed(b"data: " + data + b"\n\n") if (piece := reply.read(event, 1.0)) is not None]
+    return [*pieces, reply.conclude(reader, 1.0)]
 
-    return openai._piece(Event("message", data), chat, 1.0, openai._Seen())
+
+SAID = b'{"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}'
 
 
 def test_what_engines_add_is_read() -> None:
-    thinking = piece(b'{"choices": [{"delta": {"reasoning_content": "hm"}, "finish_reason": null}]}')
-    assert thinking.text == "hm"
-    llama = piece(b'{"choices": [], "usage": {"completion_tokens": 20, "prompt_tokens": 3}, "timings": {"predicted_n": 20, '
-                  b'"draft_n": 16, "draft_n_accepted": 9}}')
+    llama = read(SAID, b'{"choices": [], "usage": {"completion_tokens": 20, "prompt_tokens": 3}, "timings": '
+                 b'{"predicted_n": 20, "draft_n": 16, "draft_n_accepted": 9}}')[-1]
     assert llama.counts == Counts(10, 0, 16, 9, (), ()) and llama.prompt_tokens == 3
-    hosted = piece(b'{"choices": [], "usage": {"completion_tokens": 20, "completion_tokens_details": '
-                   b'{"accepted_prediction_tokens": 9, "rejected_prediction_tokens": 7}}}')
-    assert hosted.counts == Counts(10, 0, 16, 9, (), ())
-    chat = piece(b'{"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [{"token": "a", "logprob": -0.1, '
-                 b'"top_logprobs": [{"token": "a", "logprob": -0.1}, {"token": "b", "logprob": -2.0}]}]}}]}')
-    assert chat.logprobs == (("a", -0.1, (("a", -0.1), ("b", -2.0))),)
-    old = piece(b'{"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": [-0.1], "top_logprobs": '
-                b'[{"b": -2.0, "a": -0.1}]}}]}', chat=False)
-    assert old.logprobs == chat.logprobs
+    chat = read(b'{"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [{"token": "a", "logprob": -0.1, '
+                b'"top_logprobs": [{"token": "a", "logprob": -0.1}, {"token": "b", "logprob": -2.0}]}]}}]}', SAID, USED)
+    assert chat[0].logprobs == (("a", -0.1, (("a", -0.1), ("b", -2.0))),)
+    old = read(b'{"choices": [{"text": "a", "finish_reason": "stop", "logprobs": {"tokens": ["a"], "token_logprobs": [-0.1], '
+               b'"top_logprobs": [{"b": -2.0, "a": -0.1}]}}]}', USED, asked=TEXT)
+    assert old[0].logprobs == chat[0].logprobs
+
+
+USED = b'{"choices": [], "usage": {"completion_tokens": 20}}'
+
+
+def test_rejected_tokens_of_a_prediction_are_no_output() -> None:
+    """The API counts them as output. 20 with 7 rejected are 13 delivered ones, of which 9 were accepted: 3 verify steps."""
+    hosted = read(SAID, b'{"choices": [], "usage": {"completion_tokens": 20, "completion_tokens_details": '
+                  b'{"accepted_prediction_tokens": 9, "rejected_prediction_tokens": 7}}}')[-1]
+    assert hosted.output_tokens == 13 and hosted.counts == Counts(3, 0, 16, 9, (), ())
+
+
+def test_the_same_text_in_the_same_time_is_the_same_speed_whatever_was_rejected() -> None:
+    """One server says that it rejected tokens of the prediction, the other was given none."""
+    speeds = []
+    for rejected in (0, 5):
+        details = {"completion_tokens_details": {"rejected_prediction_tokens": rejected}}
+        got, _ = ask(Script(ids=False, usage_off=rejected, usage_more=details), CHAT, dialect="openai")
+        speeds.append(got.tokens)
+        assert got.usage is not None and got.usage["completion_tokens"] == 6 + rejected
+    assert speeds == [6, 6]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_that_streams_is_content(field: str) -> None:
+    thought = json.dumps({"choices": [{"delta": {field: "hm"}, "finish_reason": None}]}).encode()
+    first, _, last = read(thought, SAID, b'{"choices": [], "usage": {"completion_tokens": 20, "completion_tokens_details": '
+                          b'{"reasoning_tokens": 15}}}')  # fmt: skip
+    assert first.text == "hm" and (last.output_tokens, last.hidden_tokens) == (20, 0)
+
+
+def test_reasoning_that_is_hidden_does_not_flatter_the_time_of_a_token() -> None:
+    """Of 9,006 tokens the last 6 were streamed, at 0, 30 and 60 ms."""
+    more = {"completion_tokens_details": {"reasoning_tokens": 9000}}
+    got, _ = ask(Script(ids=False, usage_off=9000, usage_more=more), CHAT, dialect="openai")
+    assert (got.tokens, got.hidden_tokens) == (9006, 9000) and not got.notes
+    assert latency.tpot(got) == pytest.approx((got.e2e_s - got.ttft_s) / 5)
+    assert summary.step_time([got], DraftStats(steps=9005)) is None, "those steps were before the first text"
+
+
+@pytest.mark.parametrize("total", [None, 27, 42])
+def test_reasoning_that_is_counted_beside_the_output_is_no_part_of_it(total: int | None) -> None:
+    """Some servers count it beside completion_tokens; the total says so. Without one it is part of the output."""
+    usage = {"prompt_tokens": 7, "completion_tokens": 20, "completion_tokens_details": {"reasoning_tokens": 15}}
+    usage |= {} if total is None else {"total_tokens": total}
+    last = read(SAID, json.dumps({"choices": [], "usage": usage}).encode())[-1]
+    assert (last.output_tokens, last.hidden_tokens) == ((20, 0) if total == 42 else (20, 15))
+
+
+def test_tool_calls_and_refusals_are_answers() -> None:
+    call = {"tool_calls": [{"index": 0, "id": "call_7f", "function": {"name": "look", "arguments": '{"at": 1}'}}]}
+    pieces = read(json.dumps({"choices": [{"delta": call, "finish_reason": "tool_calls"}]}).encode(), USED)
+    assert pieces[0].text == 'look{"at": 1}' and pieces[0].finish_reason == "tool_calls" and pieces[-1].output_tokens == 20
+    refused = read(b'{"choices": [{"delta": {"refusal": "I will not."}, "finish_reason": "stop"}]}', USED)
+    assert refused[0].text == "I will not." and refused[-1].output_tokens == 20
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "?"])
+def test_an_answer_that_was_broken_off_has_failed_and_says_so(reason: str) -> None:
+    got, _ = ask(Script(reason=reason))
+    assert got.failed and reason in str(got.failure) and got.tokens == 0
+
+
+@pytest.mark.parametrize(("reason", "kept"), [("tool_calls", "tool_calls"), ("eos", "stop"), ("max_tokens", "length")])
+def test_an_answer_that_was_ended_counts(reason: str, kept: str) -> None:
+    got, _ = ask(Script(reason=reason))
+    assert not got.failed and got.finish_reason == kept and got.tokens == 6
 
 
 # counters
@@ -185,6 +255,23 @@ def test_counters_are_read_by_name_and_summed_over_labels() -> None:
     assert metrics.kv_tokens_of("vllm", "") is None and metrics.kv_tokens_of("openai", VLLM) is None
     trt = "trtllm_spec_decode_num_draft_tokens_total 8.0\ntrtllm_spec_decode_num_accepted_tokens_total{a=\"b\"} 3.0\n"
     assert metrics.counters_of(metrics.READERS["tensorrt-llm"], trt) == ServerCounters(draft_tokens=8.0, accepted_tokens=3.0)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-3", "1e999", "x", "", "²"])
+@pytest.mark.parametrize("place", ["value", "position", "label"])
+def test_values_that_no_counter_can_have_are_left_out(value: str, place: str) -> None:
+    """And nothing breaks on them, then or when differences are taken."""
+    good = 'vllm:spec_decode_num_drafts_total{a="x\u2028y\u0085z"} 3.0\n'
+    bad = {
+        "value": f"vllm:spec_decode_num_drafts_total {value}\nvllm:prefix_cache_hits_total {value}\n",
+        "position": f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{value}"}} 2.0\n',
+        "label": f'vllm:cache_config_info{{kv_cache_size_tokens="{value}"}} 1.0\n',
+    }[place]
+    got = metrics.counters_of(metrics.READERS["vllm"], bad + good)
+    assert got == ServerCounters(drafts=3.0)
+    assert metrics.kv_tokens_of("vllm", bad + good) is None
+    assert metrics.kv_tokens_of("sglang", f"sglang:max_total_num_tokens {value}\n") is None
+    assert metrics.difference(got, got) is not None
 
 
 def test_differences_of_counters() -> None:

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from forerun.bench import load
+from forerun.bench import failures, load
 from forerun.bench.endpoint import Ask, Piece, RequestFailed
+from forerun.bench.patience import Patience
 from forerun.bench.record import Answer, Facts, Load, ServerCounters
 from forerun.types import SettingError
 
@@ -137,3 +138,114 @@ def test_one_failure_does_not_stop_the_others() -> None:
     answers, _, _ = drive(1.0, Load(concurrency=1, requests=4), fail=1)
     assert [a.failed for a in answers] == [False, True, False, False] and answers[1].failure == "broken"
     assert [a.tokens for a in answers] == [1, 0, 1, 1] and answers[1].e2e_s == pytest.approx(1.0)
+
+
+# when to stop asking
+
+
+class Scripted:
+    """Each request ends as the next word says: ok, no (an error at once), slow (no answer for 600 s), raise (a fault of the
+    endpoint's own)."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words, self.asked = words, 0
+
+    async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
+        word = self.words[min(self.asked, len(self.words) - 1)]
+        self.asked += 1
+        now = asyncio.get_running_loop().time
+        if word == "slow":
+            await asyncio.sleep(600.0)
+            raise RequestFailed("not finished after 600 s", unanswered=True)
+        await asyncio.sleep(1.0)
+        if word == "raise":
+            raise KeyError("odd")
+        if word.startswith("no"):
+            raise RequestFailed(f"HTTP 401: {word}")
+        yield Piece(now(), "x", (1,), "length")
+
+    async def facts(self) -> Facts:
+        return Facts("scripted")
+
+    async def counters(self) -> ServerCounters | None:
+        return None
+
+
+def asked(
+    words: list[str], shape: Load, patience: Patience | None = None, due: list[float] | None = None
+) -> tuple[tuple[Answer, ...], float, int]:
+    server = Scripted(words)
+    asks = [Ask(f"p {i}", 1, text="t") for i in range(shape.requests)]
+    with asyncio.Runner(loop_factory=Jumping) as runner:
+        loop = runner.get_loop()
+        answers, wall = runner.run(load.drive(server, asks, shape, due, loop.time, patience))
+    return answers, wall, server.asked
+
+
+def test_requests_that_fail_alike_from_the_first_are_not_sent_on() -> None:
+    answers, wall, sent = asked(["no"], Load(concurrency=1, requests=8))
+    assert sent == 3 and wall == pytest.approx(3.0) and len(answers) == 8 and all(a.failed for a in answers)
+    assert [a.failure for a in answers[:3]] == ["HTTP 401: no"] * 3
+    assert all(a.failure == "not sent: 3 requests in a row failed alike: HTTP 401: no" for a in answers[3:])
+
+
+@pytest.mark.parametrize("words", [["no 1", "no 2", "no 3", "no 4", "no 5", "no 6"], ["ok", "no"], ["no", "no", "ok", "no"]])
+def test_failures_of_single_requests_do_not_end_a_batch(words: list[str]) -> None:
+    """Some prompts are too long, each by another length; or the server has answered before."""
+    _, _, sent = asked(words, Load(concurrency=1, requests=6))
+    assert sent == 6
+
+
+def test_a_server_that_hangs_ends_the_arm_after_one_batch() -> None:
+    patience = Patience()
+    patience.enter("a")
+    _, wall, sent = asked(["slow"], Load(concurrency=2, requests=2), patience)
+    assert sent == 2 and wall == pytest.approx(600.0) and "first batch" in str(patience.lost)
+    patience.enter("b")
+    answers, wall, sent = asked(["ok"], Load(concurrency=2, requests=2), patience)
+    assert sent == 0 and wall == 0.0 and all("not sent: no request of the first batch" in str(a.failure) for a in answers)
+
+
+def test_a_server_that_hangs_later_ends_the_arm_after_three_requests() -> None:
+    patience = Patience()
+    patience.enter("a")
+    _, wall, sent = asked(["ok", "slow"], Load(concurrency=1, requests=9), patience)
+    assert sent == 4 and wall == pytest.approx(1801.0)
+    patience.enter("b")
+    assert "3 requests in a row were not answered: not finished after 600 s" in str(patience.lost)
+
+
+def test_in_an_open_loop_requests_that_are_not_due_yet_are_given_up_at_once() -> None:
+    answers, wall, sent = asked(["no"], Load("trace", requests=9), due=[0.0, 0.0, 0.0, 0.0, 5.0, 50.0, 5e3, 5e4, 5e5])
+    assert sent == 4 and wall == pytest.approx(1.0) and len(answers) == 9
+    assert [a.scheduled_s for a in answers] == [0.0, 0.0, 0.0, 0.0, 5.0, 50.0, 5e3, 5e4, 5e5]
+
+
+def test_what_fails_in_one_cell_may_work_in_the_next() -> None:
+    patience = Patience()
+    for cell, words, expected in (("a", ["no"], 3), ("b", ["ok"], 8), ("a", ["ok"], 0)):
+        patience.enter(cell)
+        assert asked(words, Load(concurrency=1, requests=8), patience)[2] == expected
+    patience.enter("b")
+    assert patience.lost is None
+
+
+def test_a_fault_of_the_endpoint_is_the_failure_of_one_request() -> None:
+    answers, _, _ = asked(["ok", "raise", "ok"], Load(concurrency=1, requests=3))
+    assert [a.failed for a in answers] == [False, True, False] and answers[1].failure == "KeyError: 'odd'"
+
+
+# reasons, counted
+
+
+def test_reasons_are_counted_by_kind() -> None:
+    texts = [
+        "HTTP 401: invalid key", "HTTP 400: 600 tokens are more than 512", "HTTP 401: invalid key",
+        "HTTP 400: 711 tokens are more than 512", "HTTP 500: request chatcmpl-9f8e7d6c5b failed",
+        "HTTP 500: request chatcmpl-0011223344 failed", "HTTP 401: invalid key", "HTTP 503: invalid key",
+    ]  # fmt: skip
+    assert failures.counted(texts) == [
+        ("HTTP 401: invalid key", 3), ("HTTP 400: 600 tokens are more than 512", 2),
+        ("HTTP 500: request chatcmpl-9f8e7d6c5b failed", 2), ("HTTP 503: invalid key", 1),
+    ]  # fmt: skip
+    assert failures.counted([]) == []

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from forerun.bench import command, latency, record, run, summary, workloads
+from forerun.bench import command, latency, record, run, summary, words, workloads
 from forerun.bench.arms import BASELINE, CONTROL
 from forerun.bench.command import Options
 from forerun.bench.launching import ServedArm
-from forerun.bench.openai import DIALECTS, Address
+from forerun.bench.openai import DIALECTS, OWN_FIELDS, Address, Timeouts
 from forerun.bench.record import Answer, Batch, Counts, Load, Record, ServerCounters
 from forerun.bench.run import Plan, Subject
 from forerun.bench.sides import Running
@@ -288,6 +288,81 @@ def test_a_running_server_by_url(tmp_path: Path) -> None:
         command.subject_of(Options(engine="http://127.0.0.1:9", arms=("a=http://127.0.0.1:9",)), command.plan_of(what), [])
 
 
+def test_what_body_sets_is_what_the_record_and_the_report_say() -> None:
+    """A temperature that --body sets holds for every request: no greedy answers then, and none compared."""
+
+    async def go(body: dict[str, Any], task: str) -> tuple[Record, MockServer]:
+        async with MockServer(plain) as base, MockServer(drafting) as fast:
+            sides = tuple(
+                Running(arm, Address(server.url, "target", DIALECTS["vllm"], {}, body))
+                for arm, server in ((ServedArm(BASELINE, None), base), (ServedArm("fast", {"method": "ngram"}), fast))
+            )
+            what = plan(tasks=workloads.find((task,)), repetitions=1, warmups=0)
+            subject = Subject("m", "vllm", sides, run.random_ids(50, frozenset()), body=body)
+            return await run.measure(what, subject, Quiet()), base
+
+    for body, task, sent, said in (
+        ({"temperature": 1}, "explain", 1.0, "sampled, and none is compared"),
+        ({"temperature": 0}, "random", 0.0, "so its answers are greedy"),
+        ({"top_k": 4}, "explain", 0.0, None),
+    ):
+        made, server = asyncio.run(go(body, task))
+        assert [b["temperature"] for b in server.seen] == [sent] and made.settings.temperatures == {task: sent}
+        cell = next(c for c in summary.cells(made) if c.arm == "fast")
+        assert cell.identical == ((1, 1) if sent == 0 else None)
+        notes = [note for note in words.warnings(made) if "--body" in note]
+        assert notes == [] if said is None else (len(notes) == 1 and said in notes[0])
+        assert Record.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize("name", sorted(OWN_FIELDS))
+def test_fields_that_would_change_what_is_measured_cannot_be_set(name: str) -> None:
+    with pytest.raises(SettingError, match=name):
+        command._body(Options(engine="vllm", body=json.dumps({name: 1})))
+
+
+@pytest.mark.parametrize("value", [-1, "1", None, True, [1], 1e9])
+def test_temperatures_that_body_cannot_set(value: Any) -> None:
+    with pytest.raises(SettingError, match="temperature"):
+        command._body(Options(engine="vllm", body=json.dumps({"temperature": value})))
+
+
+@pytest.mark.parametrize("name", ["request_s", "connect_s", "idle_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_timeouts_that_cannot_be(name: str, value: float) -> None:
+    with pytest.raises(SettingError, match="timeout"):
+        Timeouts(**{name: value})
+
+
+def test_draws_need_their_own_temperature_and_seeds() -> None:
+    for body in ('{"temperature": 1}', '{"seed": 1}'):
+        with pytest.raises(SettingError, match="--samples"):
+            command._body(Options(engine="vllm", body=body, samples=5))
+        command._body(Options(engine="vllm", body=body))
+
+
+def test_an_arm_that_does_not_answer_is_given_up_and_the_others_are_measured() -> None:
+    """Its first batch is all that is lost on it; one whose every request is refused costs three."""
+    for ending, batches, reason in (("hang", 1, "not finished after 0.2 s"), ("http-500", 3, "HTTP 500: out of paper")):
+
+        async def go(ending: str = ending) -> Record:
+            bad = MockServer(lambda body: Script(ending=ending))
+            async with MockServer(plain) as base, bad:
+                where = Address(base.url, "target", DIALECTS["vllm"], timeouts=Timeouts(0.2))
+                sides = (
+                    Running(ServedArm(BASELINE, None), where),
+                    Running(ServedArm("bad", {"method": "ngram"}), dataclasses.replace(where, url=bad.url)),
+                )
+                return await run.measure(plan(repetitions=4), Subject("m", "vllm", sides), Quiet())
+
+        made = asyncio.run(go())
+        assert [b.arm for b in made.batches].count("bad") == batches and made.finished
+        good = [b for b in made.batches if b.arm == BASELINE]
+        assert len(good) == 5 and not any(a.failed for b in good for a in b.answers)
+        (note,) = made.notes
+        assert note.startswith("bad was given up on explain") and reason in note and note in words.warnings(made)
+
+
 # options
 
 
@@ -300,7 +375,6 @@ def test_a_running_server_by_url(tmp_path: Path) -> None:
         {"headers": ("A: b",)},
         {"api_key_env": "X"},
         {"context": 1},
-        {"timeout_s": 0.0},
         {"logs": Path("/nowhere/at/all")},
         {"concurrency": ()},
         {"trace": Path("x"), "concurrency": (1,)},

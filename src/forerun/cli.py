@@ -489,6 +489,12 @@ def bench(
     timeout: Annotated[
         float, typer.Option("--timeout", rich_help_panel=SERVERS, help="Seconds after which a request to a server has failed.")
     ] = 600.0,
+    connect_timeout: Annotated[
+        float, typer.Option("--connect-timeout", rich_help_panel=SERVERS, help="The same, without a connection.")
+    ] = 30.0,
+    idle_timeout: Annotated[
+        float, typer.Option("--idle-timeout", rich_help_panel=SERVERS, help="The same, in which nothing came.")
+    ] = 300.0,
     control: Annotated[
         bool,
         typer.Option(
@@ -549,6 +555,7 @@ def bench(
         from rich.console import Console
 
         from forerun.bench import command, launching, record
+        from forerun.bench.openai import Timeouts
 
         if print_template:
             print(launching.text_of(engine), end="")
@@ -585,7 +592,7 @@ def bench(
             api_key_env=api_key_env,
             headers=tuple(header or ()),
             body=body,
-            timeout_s=timeout,
+            timeouts=Timeouts(timeout, connect_timeout, idle_timeout),
             tokenizer=tokenizer,
         )
         options.check()

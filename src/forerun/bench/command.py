@@ -11,14 +11,14 @@ import signal
 import sys
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.bench import arms, embedded, launching, run, traces, workloads
 from forerun.bench.arms import BASELINE, CONTROL
 from forerun.bench.launching import ServedArm
-from forerun.bench.openai import DIALECTS, Address
+from forerun.bench.openai import DIALECTS, Address, Timeouts, check_body
 from forerun.bench.record import Load, Record
 from forerun.bench.run import Plan, Subject
 from forerun.bench.servers import Launch, Server, available_memory
@@ -66,7 +66,7 @@ class Options:
     api_key_env: str | None = None
     headers: tuple[str, ...] = ()
     body: str = "{}"
-    timeout_s: float = 600.0
+    timeouts: Timeouts = field(default_factory=Timeouts)
     tokenizer: str | None = None
 
     @property
@@ -101,8 +101,9 @@ class Options:
         for name, given in url.items():
             require(running or not given, name, "...", "it is for a server that runs already; give --engine URL")
         require(self.remote or self.body == "{}", "body", self.body, "it is for servers; give --engine")
+        own_time = self.timeouts == Timeouts()
+        require(self.remote or own_time, "timeout", self.timeouts, "time-outs are for servers; give --engine")
         require(self.context >= 2, "context", self.context, "give 2 or more, for instance 4096")
-        require(self.timeout_s > 0, "timeout", self.timeout_s, "give more than 0, for instance 600")
         require(self.logs is None or self.logs.is_dir(), "logs", str(self.logs), "no such folder; make it first")
         if self.trace is not None:
             alone = not self.rates and not self.concurrency
@@ -226,12 +227,12 @@ def _launched(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
     served = [Server(launch, arm) for arm in (ServedArm(BASELINE, None), *candidates)]
     for server in served:
         server.command()  # so that a setting which cannot be used is found before anything is started
-    sides: list[Side] = [Launched(server, body, options.timeout_s) for server in served]
+    sides: list[Side] = [Launched(server, body, options.timeouts) for server in served]
     if plan.control:
         sides.append(sides[0])
     together = _together(options.alive, len(served), model)
     name = options.model or hub.DEFAULT
-    return Subject(name, template.engine, tuple(sides), _ids(tokenizer, plan), together, tuple(command))
+    return Subject(name, template.engine, tuple(sides), _ids(tokenizer, plan), together, tuple(command), body)
 
 
 def _running(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
@@ -239,7 +240,7 @@ def _running(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
 
     def address(url: str) -> Address:
         model, dialect = _look(url, headers, options.served_model)
-        return Address(url, model, dialect, headers, body, options.timeout_s)
+        return Address(url, model, dialect, headers, body, options.timeouts)
 
     first = address(options.engine)
     sides: list[Side] = [Running(ServedArm(BASELINE, None), first)]
@@ -263,7 +264,7 @@ def _running(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
         sides.append(Running(ServedArm(CONTROL, None), first))
     require(len(sides) > 1, "arms", (), "give at least one as NAME=URL, or --control to see the server's own spread")
     tokenizer = options.tokenizer or options.model
-    return Subject(first.model, first.dialect.name, tuple(sides), _ids(tokenizer, plan), True, tuple(command))
+    return Subject(first.model, first.dialect.name, tuple(sides), _ids(tokenizer, plan), True, tuple(command), body)
 
 
 def _look(url: str, headers: Mapping[str, str], model: str | None) -> tuple[str, Any]:
@@ -359,6 +360,7 @@ def _body(options: Options) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise SettingError("body", options.body, f"not JSON ({error})") from None
     require(isinstance(value, dict), "body", options.body, 'give an object, for instance {"top_k": 20}')
+    check_body(value, options.samples)
     return dict(value)
 
 

@@ -40,8 +40,11 @@ class TokenLogprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What arrived at once, at_s on the clock of the endpoint's caller. token_ids None: the server does not give them. usage
-    counts (drafting of this request) and queued_s (seconds it waited) come with the last pieces where the server gives them."""
+    """What arrived at once, at_s on the clock of the endpoint's caller. token_ids None: the server does not give them.
+
+    The last pieces say what is known of the whole answer: usage (as the server sent it), counts (drafting of this request),
+    queued_s (seconds it waited), output_tokens (None: count the token_ids), hidden_tokens (those of the output that were not
+    streamed, as some servers do with reasoning) and notes (what was odd in the answer)."""
 
     at_s: float
     text: str = ""
@@ -52,10 +55,18 @@ class Piece(NamedTuple):
     prompt_tokens: int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     queued_s: float | None = None
+    output_tokens: int | None = None
+    hidden_tokens: int = 0
+    notes: tuple[str, ...] = ()
 
 
 class RequestFailed(Exception):
-    """A request that was not answered as asked; the message says why."""
+    """A request that was not answered as asked; the message says why. unanswered: because nothing came, so that the next
+    request will hardly fare better: no connection, or silence until a time-out."""
+
+    def __init__(self, message: str, unanswered: bool = False) -> None:
+        super().__init__(message)
+        self.unanswered = unanswered
 
 
 class Endpoint(Protocol):
@@ -63,7 +74,8 @@ class Endpoint(Protocol):
 
     def generate(self, ask: Ask) -> AsyncIterator[Piece]:
         """The answer as it arrives. Raises RequestFailed whenever it is not complete: an error, whatever the HTTP status,
-        a stream with no end, an empty one, a dropped connection. Closing the iterator aborts the request."""
+        a stream with no end, an empty one, a dropped connection, a time-out, a fault of the engine. Closing the iterator
+        aborts the request."""
 
     async def facts(self) -> Facts:
         """What the engine says of itself."""

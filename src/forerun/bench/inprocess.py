@@ -57,8 +57,9 @@ class InProcess:
                 usage = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": produced}
                 counts, queued = _counts(live), max(live.admitted_at - start, 0.0)
                 yield Piece(
-                    at, event.text, event.tokens, event.finish_reason, usage, counts, len(request.prompt_ids), logprobs, queued
-                )
+                    at, event.text, event.tokens, event.finish_reason, usage, counts, len(request.prompt_ids), logprobs, queued,
+                    produced,
+                )  # fmt: skip
                 return
         finally:
             del self._queues[request.id]

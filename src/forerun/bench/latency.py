@@ -9,12 +9,12 @@ from forerun.bench.record import Answer
 
 def tpot(answer: Answer) -> float | None:
     """Seconds for each output token after the first chunk: (end - first) / (n - tokens in the first chunk), n from the server's
-    usage. None of a failed answer and of one that came in a single piece.
+    usage less the tokens that were not streamed. None of a failed answer and of one that came in a single piece.
 
     Where the server does not say how many tokens the first chunk holds it is taken to be one, which the step that ends the
     prompt gives.
     """
-    rest = answer.tokens - first_tokens(answer)
+    rest = answer.tokens - answer.hidden_tokens - first_tokens(answer)
     return (answer.e2e_s - answer.ttft_s) / rest if not answer.failed and rest > 0 else None
 
 

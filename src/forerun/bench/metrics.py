@@ -14,6 +14,8 @@ from typing import NamedTuple
 from forerun.bench.record import ServerCounters
 
 _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?$")
+_POSITION = re.compile(r"[0-9]{1,3}")
+MOST = 1 << 53  # no counter is larger
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
@@ -24,9 +26,9 @@ class Sample(NamedTuple):
 
 
 def parse(text: str) -> list[Sample]:
-    """The samples of the Prometheus text format; lines that are none are left out."""
+    """The samples of the Prometheus text format; lines that are none are left out, and values that no counter can have."""
     samples = []
-    for line in text.splitlines():
+    for line in text.split("\n"):  # a label may hold other characters that end a line elsewhere
         match = _LINE.match(line) if not line.startswith("#") else None
         if match is None:
             continue
@@ -34,7 +36,8 @@ def parse(text: str) -> list[Sample]:
             value = float(match[3])
         except ValueError:
             continue
-        samples.append(Sample(match[1], dict(_LABEL.findall(match[2] or "")), value))
+        if 0 <= value <= MOST:
+            samples.append(Sample(match[1], dict(_LABEL.findall(match[2] or "")), value))
     return samples
 
 
@@ -110,7 +113,7 @@ def counters_of(names: Names, text: str) -> ServerCounters:
         if sample.name in wanted:
             field = wanted[sample.name]
             found[field] = found.get(field, 0.0) + sample.value
-        elif sample.name == names.by_position and sample.labels.get("position", "").isdigit():
+        elif sample.name == names.by_position and _POSITION.fullmatch(sample.labels.get("position", "")):
             at = int(sample.labels["position"])
             positions[at] = positions.get(at, 0.0) + sample.value
     accepted_at = tuple(positions.get(i, 0.0) for i in range(max(positions, default=-1) + 1))
@@ -125,9 +128,12 @@ def kv_tokens_of(engine: str, text: str) -> int | None:
     metric, label = place
     for sample in parse(text):
         if sample.name == metric:
-            value = str(sample.value) if label is None else sample.labels.get(label, "")
-            if value.replace(".", "", 1).isdigit():
-                return int(float(value))
+            try:
+                value = sample.value if label is None else float(sample.labels.get(label, ""))
+            except ValueError:
+                continue
+            if 0 <= value <= MOST:
+                return int(value)
     return None
 
 

@@ -1,7 +1,8 @@
-"""An OpenAI-compatible server as an endpoint: streaming chat and completions over HTTP, read strictly. Knows the wire format
-and what engines add to it; starts no server, counts nothing, compares nothing.
+"""An OpenAI-compatible server as an endpoint: streaming chat and completions over HTTP. Knows how to ask and how a connection
+ends; what the events say is read in reply.py. Starts no server, counts nothing, compares nothing.
 
-A request has failed, whatever the HTTP status was, unless its stream had content, a finish reason, a usage and the end mark.
+A request has failed, whatever the HTTP status was, unless its stream had content, a finish reason, the end mark and output
+tokens that can be counted. Whatever goes wrong with a request, RequestFailed is what it raises.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +19,30 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from forerun.bench.endpoint import Ask, Piece, RequestFailed, TokenLogprob
+from forerun.bench.endpoint import Ask, Piece, RequestFailed
 from forerun.bench.metrics import READERS, counters_of, kv_tokens_of
-from forerun.bench.record import Counts, Facts, ServerCounters
-from forerun.bench.sse import Event, EventReader
+from forerun.bench.record import Facts, ServerCounters
+from forerun.bench.reply import Reply, error_of, readable
+from forerun.bench.sse import EventReader
+from forerun.types import require
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LONGEST_EVENT = 16 << 20  # bytes
+LONGEST_ERROR = 64 << 10  # bytes of the body of an error that are read
+ERROR_BODY_S = 5.0  # seconds within which that body has to come
+END_S = 0.05  # seconds within which a stream has to end after its end mark, for the connection to be used again
+SECRET = 8  # characters from which the value of a header counts as secret
+OWN_FIELDS = {
+    "model": "it has an option of its own: --served-model",
+    "max_tokens": "it has an option of its own: --max-tokens",
+    "max_completion_tokens": "the length has an option of its own: --max-tokens",
+    "n": "one answer for each request is measured; leave it out",
+    "stream": "answers are measured as they stream; leave it out",
+    "stream_options": "the usage is needed to count tokens; leave it out",
+    "messages": "the tasks make the prompts; give your own with --prompts",
+    "prompt": "the tasks make the prompts; give your own with --prompts",
+    "prediction": "the arm prediction makes them; give -a prediction",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +60,8 @@ class Dialect:
     flush: str | None = None
 
 
+SMALL = aiohttp.ClientTimeout(total=10)  # of what is asked beside the requests
+
 DIALECTS = {
     d.name: d
     for d in (
@@ -53,17 +75,31 @@ DIALECTS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds after which a request has failed: in all, without a connection, and in which nothing came."""
+
+    request_s: float = 600.0
+    connect_s: float = 30.0
+    idle_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, option, seconds in (
+            ("timeout", self.request_s, 600), ("connect_timeout", self.connect_s, 30), ("idle_timeout", self.idle_s, 300)
+        ):  # fmt: skip
+            require(math.isfinite(option) and option > 0, name, option, f"give more than 0 seconds, for instance {seconds}")
+
+
+@dataclass(frozen=True, slots=True)
 class Address:
     """Where a server is and how to speak to it. url: with or without /v1. model: the name it serves. headers: sent with every
-    request, the key among them; never written down. body: fields added to every request, over the dialect's.
-    timeout_s: of a whole request, after which it has failed."""
+    request, the key among them; never written down. body: fields added to every request, over the dialect's."""
 
     url: str
     model: str
     dialect: Dialect
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float = 600.0
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     @property
     def root(self) -> str:
@@ -82,11 +118,13 @@ class HttpEndpoint:
 
     async def __aenter__(self) -> HttpEndpoint:
         # no limit on connections: with one, a request would wait in the client and the wait would look like the server's
+        limits = self.address.timeouts
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            headers={"Content-Type": "application/json", **self.address.headers},
-            timeout=aiohttp.ClientTimeout(total=self.address.timeout_s),
+            # a compressed stream would be cut into other pieces than the server's
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **self.address.headers},
+            timeout=aiohttp.ClientTimeout(total=limits.request_s, connect=limits.connect_s, sock_read=limits.idle_s),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self
@@ -98,28 +136,70 @@ class HttpEndpoint:
     async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
         """As in endpoint.Endpoint."""
         assert self._session is not None, "use it as a context manager"
+        limits = self.address.timeouts
         path, body = self._request(ask)
-        chat = ask.messages is not None
-        seen = _Seen()
-        reader = EventReader()
+        reply, reader = Reply(ask), EventReader()
+        reached = False
         try:
-            async with self._session.post(self._urls[path], data=json.dumps(body).encode()) as response:
+            async with self._session.post(
+                self._urls[path], data=json.dumps(body).encode(), allow_redirects=False
+            ) as response:
+                reached = True
                 if response.status != 200:
-                    said = (await response.text())[:300].replace("\n", " ")
-                    raise RequestFailed(f"HTTP {response.status}: {said}")
+                    raise RequestFailed(await self._refusal(response))
                 async for data in response.content.iter_any():
                     now = self._clock()
                     for event in reader.feed(data):
-                        if seen.done:
-                            break
-                        piece = _piece(event, chat, now, seen)
-                        if piece is not None:
+                        if (piece := reply.read(event, now)) is not None:
                             yield piece
+                        if reply.done:
+                            break
+                    if reply.done:
+                        await _finish(response)
+                        break
+                    if reader.pending > LONGEST_EVENT:
+                        raise RequestFailed(f"an event of more than {LONGEST_EVENT >> 20} MiB")
+            yield reply.conclude(reader, self._clock())
+        except RequestFailed as error:
+            raise RequestFailed(self._without_secrets(str(error))) from None
+        except aiohttp.ConnectionTimeoutError:
+            raise RequestFailed(f"no connection within {limits.connect_s:g} s", unanswered=True) from None
+        except aiohttp.SocketTimeoutError:
+            raise RequestFailed(f"nothing came for {limits.idle_s:g} s", unanswered=True) from None
         except TimeoutError:
-            raise RequestFailed(f"not finished after {self.address.timeout_s:g} s") from None
-        except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as error:
-            raise RequestFailed(f"connection dropped: {type(error).__name__}: {error}") from None
-        seen.check(reader)
+            raise RequestFailed(f"not finished after {limits.request_s:g} s", unanswered=True) from None
+        except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
+            raise RequestFailed(f"no connection: {readable(str(error), 200)}", unanswered=True) from None
+        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+            said = f"connection dropped: {type(error).__name__}: {readable(str(error), 200)}"
+            raise RequestFailed(self._without_secrets(said), unanswered=not reached) from None
+        except Exception as error:  # whatever else this answer made fail: the other requests of the run go on
+            said = f"the answer could not be read: {type(error).__name__}: {readable(str(error), 200)}"
+            raise RequestFailed(self._without_secrets(said)) from error
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> str:
+        """Why, of an answer whose status is not 200: the status and as much of its body as comes soon."""
+        said = f"HTTP {response.status}"
+        if response.status in range(300, 400):
+            return f"{said}: the server redirects to {readable(response.headers.get('Location', '?'), 200)}; give that address"
+        body = b""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(ERROR_BODY_S):
+                async for data in response.content.iter_any():
+                    body += data
+                    if len(body) > LONGEST_ERROR:
+                        break
+        words = error_of(body[:LONGEST_ERROR])
+        wait = response.headers.get("Retry-After")
+        return f"{said}: {words or response.reason}" + (f" (Retry-After: {readable(wait, 40)})" if wait else "")
+
+    def _without_secrets(self, text: str) -> str:
+        """Servers repeat a key that they refuse."""
+        for value in self.address.headers.values():
+            for secret in (value, *value.split()):
+                if len(secret) >= SECRET:
+                    text = text.replace(secret, "***")
+        return text
 
     def _request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
         dialect = self.address.dialect
@@ -155,7 +235,7 @@ class HttpEndpoint:
         if dialect.version is not None:
             path, key = dialect.version
             said = await self.get_json(path)
-            version = str(said[key]) if isinstance(said, dict) and key in said else None
+            version = readable(str(said[key]), 80) if isinstance(said, dict) and said.get(key) else None
         text = await self.get_text("/metrics")
         if text is not None:
             kv = kv_tokens_of(dialect.name, text)
@@ -171,17 +251,17 @@ class HttpEndpoint:
         """Empty the prefix cache, where the engine has a request for that."""
         assert self._session is not None, "use it as a context manager"
         if self.address.dialect.flush is not None:
-            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with self._session.post(self.address.root + self.address.dialect.flush) as response:
+            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
+                async with self._session.post(self.address.root + self.address.dialect.flush, timeout=SMALL) as response:
                     await response.read()
 
     async def get_text(self, path: str) -> str | None:
-        """What a GET answers; None if it does not answer with status 200."""
+        """What a GET answers; None if it does not answer with status 200, or with something that is no text."""
         assert self._session is not None, "use it as a context manager"
         try:
-            async with self._session.get(self.address.root + path, timeout=aiohttp.ClientTimeout(total=30)) as response:
-                return await response.text() if response.status == 200 else None
-        except (aiohttp.ClientError, OSError, TimeoutError):
+            async with self._session.get(self.address.root + path, timeout=SMALL) as response:
+                return (await response.read()).decode(errors="replace") if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, ValueError):
             return None
 
     async def get_json(self, path: str) -> Any:
@@ -189,110 +269,27 @@ class HttpEndpoint:
         text = await self.get_text(path)
         try:
             return None if text is None else json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return None
 
 
-class _Seen:
-    """What of a complete stream has been seen."""
-
-    def __init__(self) -> None:
-        self.content = self.finish = self.usage = self.done = False
-
-    def check(self, reader: EventReader) -> None:
-        """At the end of the stream. Raises RequestFailed for whatever is missing."""
-        if reader.unfinished and not self.done:
-            raise RequestFailed("the stream was cut off inside an event")
-        if not (self.content or self.finish or self.usage or self.done):
-            raise RequestFailed("an empty stream")
-        if not self.finish:
-            raise RequestFailed("the stream ended without a finish reason")
-        if not self.done:
-            raise RequestFailed("the stream ended without its end mark [DONE]")
-        if not self.content:
-            raise RequestFailed("an answer with nothing in it")
-        if not self.usage:
-            raise RequestFailed("the server sent no usage, so its tokens cannot be counted")
+async def _finish(response: aiohttp.ClientResponse) -> None:
+    """Read what is behind the end mark, which is nothing or a few bytes, so that the connection can be used again. The answer
+    is complete whatever happens here."""
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(END_S):
+            async for _ in response.content.iter_any():
+                pass
 
 
-def _piece(event: Event, chat: bool, now: float, seen: _Seen) -> Piece | None:
-    """What one event says; None if that is nothing. Raises RequestFailed for an error event."""
-    if event.data == b"[DONE]":
-        seen.done = True
-        return None
-    try:
-        value = json.loads(event.data)
-    except ValueError:
-        raise RequestFailed(f"an event that is not JSON: {event.data[:100].decode('utf-8', 'replace')}") from None
-    if not isinstance(value, dict):
-        raise RequestFailed(f"an event that is no object: {event.data[:100].decode('utf-8', 'replace')}")
-    if event.kind == "error" or value.get("error") is not None or value.get("object") == "error":
-        said = value.get("error") or value
-        if isinstance(said, dict):
-            said = said.get("message", said)
-        raise RequestFailed(f"an error under HTTP 200: {str(said)[:300]}")
-    usage, text, ids, finish, prompt_tokens = value.get("usage"), "", None, None, None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    for choice in value.get("choices") or ():
-        if chat:
-            delta = choice.get("delta") or {}
-            text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
-        else:
-            text = choice.get("text") or ""
-        finish = choice.get("finish_reason")
-        ids = choice.get("token_ids")
-        if choice.get("logprobs"):
-            logprobs = _logprobs(choice["logprobs"], chat)
-    if usage is not None:
-        seen.usage = True
-        prompt_tokens = usage.get("prompt_tokens")
-    seen.content = seen.content or bool(text) or bool(ids)
-    seen.finish = seen.finish or finish is not None
-    counts = _counts(value, usage)
-    queued_ms = (value.get("metrics") or {}).get("queue_time_ms")
-    queued_s = None if queued_ms is None else queued_ms / 1000
-    if not (text or ids or finish or usage or counts):
-        return None
-    return Piece(now, text, None if ids is None else tuple(ids), finish, usage, counts, prompt_tokens, logprobs, queued_s)
-
-
-def _logprobs(value: Mapping[str, Any], chat: bool) -> tuple[TokenLogprob, ...]:
-    if chat or "content" in value:
-        return tuple(
-            TokenLogprob(
-                t["token"], t["logprob"], tuple((o["token"], o["logprob"]) for o in t.get("top_logprobs") or ())
-            )
-            for t in value.get("content") or ()
-        )
-    tops = value.get("top_logprobs") or [None] * len(value["tokens"])
-    return tuple(
-        TokenLogprob(token, logprob, tuple(sorted((top or {}).items(), key=lambda item: -item[1])))
-        for token, logprob, top in zip(value["tokens"], value["token_logprobs"], tops, strict=True)
-    )
-
-
-def _counts(value: Mapping[str, Any], usage: Mapping[str, Any] | None) -> Counts | None:
-    """Drafting of one request: vLLM's `metrics`, llama.cpp's `timings`, or the prediction counts of the OpenAI API.
-
-    vLLM counts the verify steps that had a draft, in a histogram of how many of its tokens were accepted, and includes tokens
-    that were accepted behind the end of the answer.
-
-    A verify step gives one token more than it accepts, and the step that ends the prompt gives the first token, so there were
-    n - 1 - accepted verify steps.
-    """
-    own = (value.get("metrics") or {}).get("speculative_decoding")
-    if own is not None:
-        histogram, accepted = own["acceptance_histogram"], own["num_accepted_draft_tokens"]
-        drafting, at = own["num_spec_steps"], tuple(sum(histogram[i:]) for i in range(1, len(histogram)))
-        steps = max((usage or {}).get("completion_tokens", 0) - 1 - accepted, drafting)
-        return Counts(steps, drafting, own["num_draft_tokens"], accepted, (), at)
-    timings = value.get("timings")
-    if timings is not None and "predicted_n" in timings:
-        accepted = timings.get("draft_n_accepted") or 0
-        return Counts(max(timings["predicted_n"] - 1 - accepted, 0), 0, timings.get("draft_n") or 0, accepted, (), ())
-    details = (usage or {}).get("completion_tokens_details") or {}
-    if details.get("accepted_prediction_tokens") or details.get("rejected_prediction_tokens"):
-        accepted, rejected = details.get("accepted_prediction_tokens") or 0, details.get("rejected_prediction_tokens") or 0
-        steps = max((usage or {}).get("completion_tokens", 0) - 1 - accepted, 0)
-        return Counts(steps, 0, accepted + rejected, accepted, (), ())
-    return None
+def check_body(body: Mapping[str, Any], samples: int = 0) -> None:
+    """Raises SettingError if these fields, added to each request, would change what is measured. samples: draws from each arm
+    for the test that all draw alike, which needs its own temperature and seeds."""
+    for name, why in OWN_FIELDS.items():
+        require(name not in body, "body", name, why)
+    temperature = body.get("temperature", 0.0)
+    fine = type(temperature) in (int, float) and 0 <= temperature <= 100
+    require(fine, "body", f"temperature {temperature!r}", "give a temperature of 0 or more, for instance 0.7")
+    for name in ("temperature", "seed"):
+        needs = "--samples draws at temperature 1 with seeds of its own; leave one of the two out"
+        require(not samples or name not in body, "body", name, needs)

@@ -21,6 +21,9 @@ from forerun.types import SettingError
 SCHEMA = 2
 READABLE = (1, 2)
 
+FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
+"""The finish reasons of the OpenAI API, all of which end an answer. Others (abort, error) end a request that failed."""
+
 LoadKind = Literal["concurrency", "poisson", "trace"]
 
 
@@ -89,7 +92,7 @@ class ArmRecord:
 class Settings:
     """What was asked of the run. arms: in their order, the reference first. concurrency: of the first load. loads: every
     task is measured under each. engine: forerun for the one in this process, else the server's kind. command: the command line
-    that repeats the run, secrets left out."""
+    that repeats the run, secrets left out. temperatures: of the requests of each task, as they were sent."""
 
     model: str
     tasks: tuple[str, ...]
@@ -105,6 +108,7 @@ class Settings:
     loads: tuple[Load, ...] = (Load(),)
     engine: str = "forerun"
     command: tuple[str, ...] = ()
+    temperatures: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,9 @@ class Answer:
     ttft_s to its first content, e2e_s to its end (of a failed one: until it failed). scheduled_s: since the batch began.
 
     output_tokens: as the server's usage says; None: the number of token_ids. token_ids: empty if the server gives none.
-    failure: why it counts as failed, None if it does not; a failed request is credited no tokens. usage: as the server sent it.
+    hidden_tokens: those of them that were not streamed, as some servers do with reasoning. failure: why it counts as failed,
+    None if it does not; a failed request is credited no tokens. usage: as the server sent it. notes: what was odd in the
+    answer, such as a value that could not be used.
     """
 
     prompt: str
@@ -159,10 +165,12 @@ class Answer:
     chunks: tuple[Chunk, ...] = ()
     failure: str | None = None
     usage: dict[str, Any] | None = None
+    hidden_tokens: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def failed(self) -> bool:
-        return self.failure is not None or self.finish_reason not in ("stop", "length") or not self.tokens
+        return self.failure is not None or self.finish_reason not in FINISHED or not self.tokens
 
     @property
     def tokens(self) -> int:

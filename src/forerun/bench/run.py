@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forerun.bench import load as loads
 from forerun.bench import machine
@@ -18,6 +18,7 @@ from forerun.bench.arms import BASELINE, CONTROL
 from forerun.bench.embedded import Watcher, first_difference, order_of
 from forerun.bench.endpoint import Ask, TokenLogprob
 from forerun.bench.metrics import difference
+from forerun.bench.patience import Patience
 from forerun.bench.record import (
     Answer,
     ArmRecord,
@@ -138,7 +139,8 @@ def batches_of(plan: Plan, sides: int, together: bool) -> int:
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What is measured. sides: the baseline first; with plan.control the last one is the baseline again. ids: what a prompt of
-    random token ids is made of; None if the vocabulary is not known. together: all sides are up at once."""
+    random token ids is made of; None if the vocabulary is not known. together: all sides are up at once. body: fields that the
+    requests of all sides carry over those of the plan."""
 
     model: str
     engine: str
@@ -146,6 +148,11 @@ class Subject:
     ids: Callable[[Prompt], tuple[int, ...]] | None = None
     together: bool = True
     command: tuple[str, ...] = ()
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    def temperature(self, task: Task) -> float:
+        """At which its requests are sent."""
+        return float(self.body.get("temperature", task.temperature))
 
     async def up(self, side: Side) -> None:
         """Have this side up: beside the others, or alone where they take turns."""
@@ -165,15 +172,22 @@ async def measure(
     batches: list[Batch] = []
     differences: list[Difference] = []
     drawn: list[FirstTokens] = []
+    patience = [Patience() for _ in subject.sides]
+    given_up: dict[str, None] = {}
     finished = True
     try:
         steps = interleaved if subject.together else in_turns
         for step in steps(plan, len(subject.sides)):
             side = subject.sides[step.side]
+            patience[step.side].enter((step.task.name, step.load))
+            if (lost := patience[step.side].lost) is not None:
+                arm = _name(plan, subject, step.side)
+                given_up[f"{arm} was given up on {step.task.name} at {step.load.label}: {lost}"] = None
+                continue
             await subject.up(side)
             label = step.task.name if len(plan.loads) == 1 else f"{step.task.name} at {step.load.label}"
             watcher.began(label, _name(plan, subject, step.side), step.round_ - plan.warmups, step.warmup)
-            batch = await _batch(plan, subject, step, len(batches), clock)
+            batch = await _batch(plan, subject, step, len(batches), clock, patience[step.side])
             batches.append(batch)
             watcher.ended(batch)
         differences = await _differences(plan, subject, batches, clock)
@@ -207,11 +221,13 @@ async def measure(
         plan.loads,
         subject.engine,
         subject.command,
+        {task.name: subject.temperature(task) for task in plan.tasks},
     )
     seconds, here = clock() - begin, machine.describe(busy)
     return Record(
-        started, seconds, finished, machine.versions(), here, settings, tuple(batches), tuple(differences), tuple(drawn)
-    )
+        started, seconds, finished, machine.versions(), here, settings, tuple(batches), tuple(differences), tuple(drawn),
+        tuple(given_up),
+    )  # fmt: skip
 
 
 def names(plan: Plan, subject: Subject) -> list[str]:
@@ -258,7 +274,7 @@ def ask_of(plan: Plan, subject: Subject, task: Task, prompt: Prompt, side: int, 
         messages,
         prompt.text,
         ids,
-        task.temperature,
+        subject.temperature(task),
         plan.seed + prompt.seed,
         task.fixed_length,
         prompt.prediction if predicts else None,
@@ -273,7 +289,9 @@ def random_ids(size: int, special: frozenset[int]) -> Callable[[Prompt], tuple[i
     return lambda prompt: tuple(random.Random(prompt.seed).choices(ordinary, k=prompt.random_ids))
 
 
-async def _batch(plan: Plan, subject: Subject, step: Step, order: int, clock: Callable[[], float]) -> Batch:
+async def _batch(
+    plan: Plan, subject: Subject, step: Step, order: int, clock: Callable[[], float], patience: Patience
+) -> Batch:
     side = subject.sides[step.side]
     asks = asks_of(plan, subject, step)
     first = plan.first_variant(step.load, step.round_)
@@ -281,7 +299,7 @@ async def _batch(plan: Plan, subject: Subject, step: Step, order: int, clock: Ca
     due = loads.arrivals(step.load, plan.seed + step.round_, [at - window[0] for at in window])
     await side.fresh()
     before = await side.endpoint.counters()
-    answers, wall = await loads.drive(side.endpoint, asks, step.load, due, clock)
+    answers, wall = await loads.drive(side.endpoint, asks, step.load, due, clock, patience)
     after = await _settled(side, before, answers)
     times = side.times()
     drafting, notes = judge(answers, before, after, side.arm.settings is not None or bool(side.arm.flags))
@@ -371,7 +389,7 @@ async def _differences(plan: Plan, subject: Subject, batches: Sequence[Batch], c
     found = []
     for batch in batches:
         theirs = reference.get((batch.task, batch.load, batch.repetition))
-        if batch.warmup or batch.arm == BASELINE or theirs is None or not tasks[batch.task].greedy:
+        if batch.warmup or batch.arm == BASELINE or theirs is None or subject.temperature(tasks[batch.task]) != 0.0:
             continue
         for index, (a, b) in enumerate(zip(batch.answers, theirs.answers, strict=True)):
             if a.failed or b.failed:

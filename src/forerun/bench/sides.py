@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from forerun.bench.endpoint import Endpoint
 from forerun.bench.inprocess import InProcess
 from forerun.bench.launching import ServedArm
-from forerun.bench.openai import DIALECTS, Address, HttpEndpoint
+from forerun.bench.openai import DIALECTS, Address, HttpEndpoint, Timeouts
 from forerun.bench.record import TIMES_UNKNOWN, Facts, Times
 from forerun.bench.servers import Server
 
@@ -101,10 +101,10 @@ class Running(Remote):
 class Launched(Remote):
     """A server that is started for this arm and ended with the run."""
 
-    def __init__(self, server: Server, body: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(self, server: Server, body: Mapping[str, Any], timeouts: Timeouts) -> None:
         launch = server.launch
         super().__init__(server.arm, {"max_model_len": launch.context, "max_num_seqs": launch.slots})
-        self._server, self._body, self._timeout_s = server, body, timeout_s
+        self._server, self._body, self._timeouts = server, body, timeouts
 
     async def up(self) -> None:
         """As in Side."""
@@ -114,7 +114,7 @@ class Launched(Remote):
         launch = self._server.launch
         served = launch.template.served.replace("{model}", launch.model)
         dialect = DIALECTS[launch.template.engine]
-        await self._connect(Address(self._server.url, served, dialect, {}, self._body, self._timeout_s))
+        await self._connect(Address(self._server.url, served, dialect, {}, self._body, self._timeouts))
 
     async def down(self) -> None:
         """As in Side."""

@@ -1,10 +1,12 @@
 """Server-sent events from bytes, as much of section 9.2 of the WHATWG HTML standard as language model servers use: the fields
-`event` and `data`, lines that end in LF or CR LF, comments. Knows nothing of what the data means.
+`event` and `data`, comments, and lines that end in LF, CR LF or CR and in nothing else. Knows nothing of what the data means.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+BOM = b"\xef\xbb\xbf"
 
 
 class Event(NamedTuple):
@@ -15,33 +17,64 @@ class Event(NamedTuple):
 
 
 class EventReader:
-    """Feed it bytes as they come; an event is given out once the blank line behind it has arrived."""
+    """Feed it bytes as they come; an event is given out once the blank line behind it has arrived. pending: how many bytes it
+    holds of an event that has not ended."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self.pending = 0
+        self._line_parts: list[bytes] = []  # of a line that has not ended
+        self._kind, self._data = "message", list[bytes]()
+        self._after_cr, self._first = False, True
+
+    @property
+    def rest(self) -> bytes:
+        """The data of an event that has begun and not ended."""
+        begun = EventReader()
+        begun._first, begun._data = self._first, list(self._data)
+        begun._take(b"".join(self._line_parts))
+        return b"\n".join(begun._data)
 
     @property
     def unfinished(self) -> bool:
-        """Whether an event was begun and not ended."""
-        return bool(self._rest.strip())
+        """Whether there is such an event."""
+        return bool(self.rest.strip())
 
     def feed(self, data: bytes) -> list[Event]:
-        buffer = self._rest + data
-        if b"\r" in buffer:  # a CR at the very end may be half of a CR LF
-            buffer = buffer.replace(b"\r\n", b"\n")
-        *blocks, self._rest = buffer.split(b"\n\n")
-        return [event for block in blocks if (event := _event(block)) is not None]
+        """The events that these bytes complete."""
+        if self._after_cr and data.startswith(b"\n"):
+            data = data[1:]  # the second half of a CR LF, whose first half has ended the line
+        if not data:
+            return []
+        self._after_cr = data.endswith(b"\r")
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, rest = data.split(b"\n")
+        events = []
+        if lines and self._line_parts:
+            lines[0] = b"".join([*self._line_parts, lines[0]])
+            self._line_parts, self.pending = [], sum(map(len, self._data))
+        for line in lines:
+            if line:
+                self._take(line)
+                continue
+            if self._data:
+                events.append(Event(self._kind, b"\n".join(self._data)))
+            self._kind, self._data, self.pending = "message", [], 0
+        if rest:
+            self._line_parts.append(rest)
+            self.pending += len(rest)
+        return events
 
-
-def _event(block: bytes) -> Event | None:
-    kind, data = "message", []
-    for line in block.split(b"\n"):
+    def _take(self, line: bytes) -> None:
+        if self._first:
+            line, self._first = line.removeprefix(BOM), False
         field, _, value = line.partition(b":")
-        value = value.removeprefix(b" ")
         if field == b"data":
-            data.append(value)
+            self._data.append(value.removeprefix(b" "))
         elif field == b"event":
-            kind = value.decode("utf-8", "replace")
+            self._kind = value.removeprefix(b" ").decode("utf-8", "replace")
         elif field not in (b"", b"id", b"retry"):
-            data.append(line)  # no field of the standard, for instance a bare JSON error: kept, so that it is seen
-    return Event(kind, b"\n".join(data)) if data else None
+            self._data.append(line)  # no field of the standard, for instance a bare JSON error: kept, so that it is seen
+        else:
+            return
+        self.pending += len(line)

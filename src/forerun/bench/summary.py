@@ -183,9 +183,11 @@ def margin(record: Record, task: str, load: Load) -> float:
     return MARGIN if ratio is None else max(MARGIN, max(ratio.mean, 1 / ratio.mean) - 1)
 
 
-def greedy(task: str) -> bool:
-    """Whether answers can be compared token by token. A task of the user's own is asked at temperature 0."""
-    return task not in TASKS or TASKS[task].greedy
+def greedy(record: Record, task: str) -> bool:
+    """Whether its requests were sent at temperature 0, so that answers can be compared token by token. Older records do not
+    say; there a task has its own temperature, which is 0 for the user's own tasks."""
+    known = record.settings.temperatures
+    return known[task] == 0.0 if task in known else task not in TASKS or TASKS[task].greedy
 
 
 def _cell(record: Record, task: str, load: Load, arm: str) -> Cell:
@@ -233,7 +235,7 @@ def _cell(record: Record, task: str, load: Load, arm: str) -> Cell:
         counts,
         step / base if step and base and not is_reference else None,
         counts.acceptance_length if counts else None,
-        None if is_reference or not greedy(task) else identical(reference, batches),
+        None if is_reference or not greedy(record, task) else identical(reference, batches),
         draft,
         forward,
         verify,
@@ -276,8 +278,9 @@ def drafting(batches: Sequence[Batch], drafts: bool) -> DraftStats | None:
 
 def step_time(answers: Sequence[Answer], counts: DraftStats | None) -> float | None:
     """Seconds of a verify step as a request sees it: from its first token to its last, over the steps in between. The step
-    that ends the prompt gives the first token and is not one of them. None without any."""
-    if counts is None or not counts.steps:
+    that ends the prompt gives the first token and is not one of them. None without any, and where tokens were hidden: their
+    steps were before the first text."""
+    if counts is None or not counts.steps or any(a.hidden_tokens for a in answers):
         return None
     return sum(a.e2e_s - a.ttft_s for a in answers if a.tokens > first_tokens(a)) / counts.steps
 

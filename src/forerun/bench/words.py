@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import PurePath
 
+from forerun.bench.failures import counted
 from forerun.bench.record import ArmRecord, Difference, Load, Record
 from forerun.bench.statistics import Ratio, pairs_needed
 from forerun.bench.summary import Cell, Draw, cells, draws, margin, noise
@@ -233,6 +234,8 @@ def warnings(record: Record) -> list[str]:
     for cell in every:
         found += [f"{place(cell.task, cell.load, record)}, {cell.arm}: {said}" for said in _cell(cell)]
     found += _noted(record)
+    found += _odd(record)
+    found += [said for task in s.tasks if (said := _sampled(record, task)) is not None]
     for task in s.tasks:
         for load in s.loads:
             control = noise(record, task, load)
@@ -277,6 +280,26 @@ def _noted(record: Record) -> list[str]:
             said = f"{place(batch.task, batch.load, record)}, {batch.arm}: {note}"
             seen[said] = seen.get(said, 0) + (not batch.warmup)
     return [said + (f" ({n} batches)" if n > 1 else "") for said, n in seen.items() if n]
+
+
+def _odd(record: Record) -> list[str]:
+    """What was odd in the answers of measured batches, each kind once with how many answers have it."""
+    found = []
+    for arm in record.settings.arms:
+        answers = [a for b in record.batches if b.arm == arm.name and not b.warmup for a in b.answers]
+        notes = counted(note for a in answers for note in a.notes)
+        found += [f"{arm.name}: {note} ({_count(n, 'answer')} of {len(answers)})." for note, n in notes]
+    return found
+
+
+def _sampled(record: Record, task: str) -> str | None:
+    """That a task was asked at another temperature than its own, and what that means."""
+    own = TASKS[task].temperature if task in TASKS else 0.0
+    sent = record.settings.temperatures.get(task, own)
+    if sent == own:
+        return None
+    means = "its answers are greedy." if sent == 0 else "its answers are sampled, and none is compared word for word."
+    return f"{task}: --body has every request sent at temperature {sent:g} in place of the task's {own:g}, so {means}"
 
 
 def _unequal(record: Record) -> list[str]:
