@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun import __version__
+from forerun import __version__, textfile
 from forerun.types import SettingError, require
 
 if TYPE_CHECKING:
@@ -722,12 +722,15 @@ def _measure_plain(options: Options, wanted: _Outputs, console: Console) -> Reco
 
 def _measure(options: Options, wanted: _Outputs, console: Console) -> Record:
     """Any load on any engine."""
-    from forerun.bench import command, progress, run
+    from forerun.bench import command, progress, run, words
 
     plan = command.plan_of(options)
     with progress.waiting(console, "Preparing" if options.remote else "Loading the model"):
         subject = command.subject_of(options, plan, command.invocation())
     wanted.possible([task.name for task in plan.tasks], [load.label for load in plan.loads], run.names(plan, subject))
+    least = run.scheduled_s(plan, len(subject.sides), subject.together)
+    if (said := words.long_wait(least, plan.loads)) is not None:
+        console.print(f"Note: {said}", style="yellow", markup=False)
     with progress.watcher(console, run.batches_of(plan, len(subject.sides), subject.together)) as watcher:
         return command.measure(plan, subject, watcher)
 
@@ -754,10 +757,7 @@ def _prompt(given: str | None) -> str:
 def _prediction(given: str | None) -> str | None:
     if given is None or not given.startswith("@"):
         return given
-    try:
-        return Path(given[1:]).read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingError("prediction", given, f"cannot be read ({error.strerror}); give a file after the @") from None
+    return textfile.read("prediction", Path(given[1:]))
 
 
 @dataclass(frozen=True)

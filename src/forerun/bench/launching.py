@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forerun import textfile
 from forerun.bench.openai import DIALECTS
 from forerun.types import SettingError, require
 
@@ -220,7 +221,4 @@ def load_template(engine: str, path: Path | None) -> Template:
     """The engine's own, or that of a file."""
     if path is None:
         return parse(text_of(engine))
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingError("template", str(path), f"cannot be read ({error.strerror})") from None
+    return parse(textfile.read("template", path))

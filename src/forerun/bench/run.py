@@ -32,7 +32,7 @@ from forerun.bench.record import (
     Settings,
 )
 from forerun.bench.sides import Side
-from forerun.bench.workloads import Prompt, Task, coin_tosses
+from forerun.bench.workloads import TASKS, Prompt, Task, coin_tosses
 from forerun.engine.stats import DraftStats
 from forerun.types import require
 
@@ -136,6 +136,25 @@ def batches_of(plan: Plan, sides: int, together: bool) -> int:
     return sum(1 for _ in (interleaved if together else in_turns)(plan, sides))
 
 
+def arrivals_of(plan: Plan, load: Load, round_: int) -> list[float] | None:
+    """When the requests of a batch are due, as in load.arrivals; the times of a trace count from the batch's first request."""
+    first = plan.first_variant(load, round_)
+    window = plan.trace[first : first + load.requests]
+    return loads.arrivals(load, plan.seed + round_, [at - window[0] for at in window])
+
+
+def scheduled_s(plan: Plan, sides: int, together: bool) -> float:
+    """Seconds that the run takes at least, because requests of an open loop are not sent before their times."""
+    last = {
+        (load, round_): due[-1]
+        for load in plan.loads
+        for round_ in range(plan.rounds)
+        if (due := arrivals_of(plan, load, round_)) is not None
+    }
+    steps = (interleaved if together else in_turns)(plan, sides)
+    return sum(last.get((step.load, step.round_), 0.0) for step in steps)
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What is measured. sides: the baseline first; with plan.control the last one is the baseline again. ids: what a prompt of
@@ -223,10 +242,11 @@ async def measure(
         subject.command,
         {task.name: subject.temperature(task) for task in plan.tasks},
     )
+    cautions = [f"{task.name}: {task.caution}." for task in plan.tasks if task.caution and task is not TASKS.get(task.name)]
     seconds, here = clock() - begin, machine.describe(busy)
     return Record(
         started, seconds, finished, machine.versions(), here, settings, tuple(batches), tuple(differences), tuple(drawn),
-        tuple(given_up),
+        (*cautions, *given_up),
     )  # fmt: skip
 
 
@@ -293,10 +313,7 @@ async def _batch(
     plan: Plan, subject: Subject, step: Step, order: int, clock: Callable[[], float], patience: Patience
 ) -> Batch:
     side = subject.sides[step.side]
-    asks = asks_of(plan, subject, step)
-    first = plan.first_variant(step.load, step.round_)
-    window = plan.trace[first : first + step.load.requests]
-    due = loads.arrivals(step.load, plan.seed + step.round_, [at - window[0] for at in window])
+    asks, due = asks_of(plan, subject, step), arrivals_of(plan, step.load, step.round_)
     await side.fresh()
     before = await side.endpoint.counters()
     answers, wall = await loads.drive(side.endpoint, asks, step.load, due, clock, patience)

@@ -5,7 +5,7 @@ figures and how to say them; nothing of terminals or pages.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from forerun.bench.failures import counted
@@ -17,6 +17,7 @@ from forerun.bench.workloads import TASKS, VARIANTS
 NEAR_TIE = 0.5  # in log-probability: wider than rounding in bfloat16 moves two logits of one forward pass apart
 BUSY = 0.5  # load average for each core from which other programs are likely to disturb
 REPETITIONS = 64  # more than so many would take longer than a quieter machine is worth looking for
+LONG_S = 3600.0  # a run that is known to take longer than that says so before it starts
 LATE_S = 0.005  # requests sent later than that after their time: the load generator itself was short of processor time
 CALLS = {
     "faster": "speculation pays",
@@ -280,6 +281,17 @@ def _noted(record: Record) -> list[str]:
             said = f"{place(batch.task, batch.load, record)}, {batch.arm}: {note}"
             seen[said] = seen.get(said, 0) + (not batch.warmup)
     return [said + (f" ({n} batches)" if n > 1 else "") for said, n in seen.items() if n]
+
+
+def long_wait(seconds: float, plan_loads: Sequence[Load]) -> str | None:
+    """Before a run: that its requests' own times make it last for hours; None if they do not."""
+    if seconds < LONG_S:
+        return None
+    option = "--trace-speed 100" if any(load.kind == "trace" for load in plan_loads) else "a higher --rate"
+    return (
+        f"the times at which requests are due make this run last {seconds / 3600:.1f} hours or more. {option} or fewer "
+        "--requests or --repetitions shorten it; Ctrl-C ends it."
+    )
 
 
 def _odd(record: Record) -> list[str]:

@@ -1,0 +1,75 @@
+"""Text files and JSON Lines as a user gives them. What cannot be read is an error that names the file and the line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from forerun.types import SettingError, require
+
+_OTHER = {  # how a file of another kind begins; UTF-32 before UTF-16, whose mark it begins with
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"\x1f\x8b": "packed (gzip)",
+    b"PK\x03\x04": "packed (zip)",
+    b"(\xb5/\xfd": "packed (zstd)",
+}
+
+
+def read(setting: str, path: Path) -> str:
+    """A file in UTF-8, without its byte-order mark if it has one. Raises SettingError, with the line where it is something
+    else. setting: the name of the option that gave the path."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SettingError(setting, str(path), f"cannot be read ({error.strerror}); give a text file in UTF-8") from None
+    for mark, kind in _OTHER.items():
+        require(not data.startswith(mark), setting, str(path), f"it is {kind}; give it as plain text in UTF-8")
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line, column = data.count(b"\n", 0, error.start) + 1, error.start - data.rfind(b"\n", 0, error.start)
+        where = f"line {line} has byte 0x{data[error.start]:02x} at column {column}, which is not UTF-8"
+        raise SettingError(setting, str(path), f"{where}; save the file in UTF-8") from None
+    at = text.find("\0")
+    line = text.count("\n", 0, max(at, 0)) + 1
+    require(at < 0, setting, str(path), f"line {line} has a zero byte, as UTF-16 has; save the file in UTF-8")
+    return text
+
+
+def json_lines(setting: str, path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The objects of a file in JSON Lines with the numbers of their lines, from 1. A line ends with a line feed and nothing
+    else: the characters that end a line in Unicode (U+2028, U+2029, U+0085) may stand in a text. Raises SettingError."""
+    found = []
+    for number, line in enumerate(read(setting, path).split("\n"), 1):
+        if not line.strip(" \t\r"):
+            continue
+        where = f"{path.name} line {number}"
+        try:
+            value = json.loads(line, parse_constant=_constant, parse_float=_float)
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            half = "it holds half of a character (one of \\ud800 to \\udfff alone); leave it out"
+            raise SettingError(setting, where, half) from None
+        except (ValueError, RecursionError) as error:
+            raise SettingError(setting, where, f"not JSON ({error}); give one object a line") from None
+        require(type(value) is dict, setting, where, 'give an object, such as {"prompt": "..."}')
+        found.append((number, value))
+    require(bool(found), setting, str(path), "it has no lines; give one JSON object a line")
+    return found
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value
