@@ -206,7 +206,7 @@ def parsed(**keys: object) -> ModelConfig:
         "architectures": ["LlamaForCausalLM"], "vocab_size": 99, "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 4096,
     }
-    return ModelConfig.parse(given | keys, {})
+    return ModelConfig.parse(given | keys)
 
 
 def test_defaults_of_old_files() -> None:

@@ -44,7 +44,7 @@ def tiny_model(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(given))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
-    save_file(random_tensors(ModelConfig.parse(given, {}), seed, dtype), folder / "model.safetensors")
+    save_file(random_tensors(ModelConfig.parse(given), seed, dtype), folder / "model.safetensors")
     tiny_tokenizer(folder)
     return folder
 

@@ -17,7 +17,7 @@ import platform
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,9 @@ class NoText:
 
     def finish(self) -> str:
         return ""
+
+    def mark(self, strings: Collection[str]) -> Sequence[tuple[int, str, str]]:
+        return ()
 
 
 def engine(rows: int, speculation: Speculation | None, detokenizer: Callable[[], Detokenizer]) -> Engine:

@@ -20,7 +20,11 @@ class SettingError(ValueError):
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
         super().__init__(f"{name}={value!r}: {remedy}")
-        self.name, self.value = name, value
+        self.name, self.value, self.remedy = name, value, remedy
+
+
+class LoadError(SettingError):
+    """A model's files cannot be used. The message names the file and what is wrong in it."""
 
 
 def require(ok: bool, name: str, value: object, remedy: str) -> None:

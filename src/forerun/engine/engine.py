@@ -317,7 +317,7 @@ class Engine:
         for i, token in enumerate(tokens):
             generated += 1
             if token in sequence.stops:
-                return tokens[: i + 1], text + stream.finish(), "stop"
+                return tokens[: i + 1], text + stream.finish(token), "stop"
             piece, stopped = stream.push(token, generated >= request.params.min_tokens)
             text += piece
             if stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 
@@ -12,14 +13,28 @@ class Detokenizer(Protocol):
     def finish(self) -> str:
         """What is still held back, as well as it can be shown."""
 
+    def mark(self, strings: Collection[str]) -> Sequence[tuple[int, str, str]]:
+        """The special tokens that these strings name: the id of each, its text, and the character that no text has and that
+        `push` gives for it from now on."""
+
 
 class TextStream:
-    """Text comes out as soon as it cannot become part of a stop string any more."""
+    """Text comes out as soon as it cannot become part of a stop string any more. A stop string may name special tokens, which
+    are no part of the text: it is found where these tokens come, and where their names are spelled in ordinary ones. A special
+    token that some stop string names counts as a character when strings are looked for; other special tokens are not seen."""
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...], include_stop: bool) -> None:
         """without: no stop string is looked for, and `pass_on` gives the text of any tokens at once."""
-        self._detokenizer, self._stop, self._include = detokenizer, stop, include_stop
+        self._detokenizer, self._include = detokenizer, include_stop
         self.without, self.pass_on = not stop, detokenizer.push
+        marks = detokenizer.mark(stop) if stop else ()
+        marked = list(stop)
+        for _, text, character in marks:
+            marked = [s.replace(text, character) for s in marked]
+        self._stop = tuple(dict.fromkeys((*stop, *marked)))
+        self._marked = frozenset(token for token, _, _ in marks)
+        self._hidden = str.maketrans({character: None for _, _, character in marks})
+        self._shown = str.maketrans({character: text for _, text, character in marks})
         self._held = ""  # text not given out yet: it might be the beginning of a stop string
 
     def push(self, token: int, may_stop: bool) -> tuple[str, bool]:
@@ -31,17 +46,24 @@ class TextStream:
             found = [(at, len(s)) for s in self._stop if (at := self._held.find(s)) >= 0]
             if found:
                 at, length = min(found)
-                return self._take(at + length if self._include else at), True
+                text, stop = self._take(at), self._held[:length]
+                return text + stop.translate(self._shown) if self._include else text, True
         return self._take(len(self._held) - self._open()), False
 
-    def finish(self) -> str:
-        """The rest, once no more tokens come (not to be called after a stop string)."""
+    def finish(self, stop: int | None = None) -> str:
+        """The rest, once no more tokens come (not to be called after a stop string). stop: the token that ended it, if one
+        did; it may complete a stop string, and has no text otherwise."""
+        text = ""
+        if stop in self._marked and stop is not None:
+            text, stopped = self.push(stop, True)
+            if stopped:
+                return text
         self._held += self._detokenizer.finish()
-        return self._take(len(self._held))
+        return text + self._take(len(self._held))
 
     def _take(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
-        return text
+        return text.translate(self._hidden) if self._marked else text
 
     def _open(self) -> int:
         """How many of the last held characters are the beginning of some stop string."""

@@ -4,14 +4,14 @@ supported architectures apart; past this file nothing asks for an architecture's
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forerun.types import SettingError, require
+from forerun.models.files import MOST, errors_of, flag, read_json, real, token_ids, whole
+from forerun.types import LoadError, require
 
 
 class Family(NamedTuple):
@@ -84,7 +84,8 @@ class ModelConfig:
             object.__setattr__(self, "windows", (0,) * self.layers)
         grouped = self.heads % self.kv_heads == 0
         require(grouped, "num_key_value_heads", self.kv_heads, f"give a divisor of num_attention_heads ({self.heads})")
-        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "give an even number; halves are rotated against each other")
+        even = self.head_dim % 2 == 0 and self.head_dim > 0
+        require(even, "head_dim", self.head_dim, "give an even number; halves are rotated against each other")
         require(len(self.windows) == self.layers, "windows", self.windows, f"give one for each of the {self.layers} layers")
 
     @property
@@ -94,91 +95,72 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path) -> ModelConfig:
-        """From config.json and, if there is one, generation_config.json (whose end-of-sequence ids win).
-        Raises SettingError for an architecture or a feature that the decoder does not compute, naming it."""
-        path = folder / "config.json"
-        require(path.is_file(), "model", str(folder), "the folder has no config.json; give a folder in Hugging Face's layout")
-        return cls.parse(_json(path), _json(folder / "generation_config.json"))
+        """From config.json and, if there is one, generation_config.json. Raises LoadError for an architecture or a feature
+        that the decoder does not compute, and for a value of a wrong type or size, naming the file."""
+        path, generation = folder / "config.json", folder / "generation_config.json"
+        if not path.is_file():
+            raise LoadError("model", str(folder), "the folder has no config.json; give a folder in Hugging Face's layout")
+        with errors_of(generation):
+            stops = token_ids(read_json(generation), "eos_token_id")
+        with errors_of(path):
+            return cls.parse(read_json(path), stops)
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-        """From what the two files hold."""
-        name = (given.get("architectures") or [None])[0]
-        require(name in FAMILIES, "architectures", name, f"supported are {', '.join(FAMILIES)}")
+    def parse(cls, given: Mapping[str, Any], stops: tuple[int, ...] = ()) -> ModelConfig:
+        """From what config.json holds. stops: more end-of-sequence ids. Raises SettingError."""
+        names = given.get("architectures")
+        name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+        require(name in FAMILIES, "architectures", name or names, f"supported are {', '.join(FAMILIES)}")
         family = FAMILIES[name]
         quantized = given.get("quantization_config")
         require(not quantized, "quantization_config", quantized, "quantised weights are not read; take bfloat16, or a .gguf")
         act = given.get("hidden_act", "silu")
         require(act == "silu", "hidden_act", act, "the decoder computes silu")
-        require(not given.get("mlp_bias"), "mlp_bias", True, "the decoder's MLP has no biases; give false")
-        heads = _int(given, "num_attention_heads")
-        hidden = _int(given, "hidden_size")
-        layers = _int(given, "num_hidden_layers")
-        rope, positions = _rope(given, _int(given, "max_position_embeddings"))
-        bias = bool(given.get("attention_bias", False))
+        require(not given.get("mlp_bias"), "mlp_bias", given.get("mlp_bias"), "the decoder's MLP has no biases; give false")
+        heads = whole(given, "num_attention_heads", most=2**16)
+        hidden = whole(given, "hidden_size", most=2**24)
+        layers = whole(given, "num_hidden_layers", most=10_000)
+        rope, positions = _rope(given, whole(given, "max_position_embeddings"))
+        bias = flag(given, "attention_bias")
         dtype = str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix("torch.")
         require(dtype in DTYPES, "dtype", dtype, f"a checkpoint in one of {', '.join(DTYPES)} is read")
-        bos = given.get("bos_token_id")
-        every_head = family.kv_heads and given.get("num_key_value_heads") is None
-        even_split = family.head_dim and given.get("head_dim") is None
+        bos = token_ids(given, "bos_token_id")
         return cls(
             architecture=name,
-            vocab_size=_int(given, "vocab_size"),
+            vocab_size=whole(given, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_int(given, "intermediate_size"),
+            intermediate_size=whole(given, "intermediate_size", most=2**24),
             layers=layers,
             heads=heads,
-            kv_heads=heads if every_head else _int(given, "num_key_value_heads"),
-            head_dim=hidden // heads if even_split else _int(given, "head_dim"),
+            kv_heads=whole(given, "num_key_value_heads", heads if family.kv_heads else None),
+            head_dim=whole(given, "head_dim", hidden // heads if family.head_dim else None, most=2**16),
             max_positions=positions,
-            eps=float(given.get("rms_norm_eps", 1e-6)),
+            eps=real(given, "rms_norm_eps", 1e-6),
             rope=rope,
             windows=tuple(0 if w >= positions else w for w in _windows(family, given, layers)),
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             out_bias=bias if family.out_bias is None else family.out_bias,
             qk_norm=family.qk_norm,
-            tied=bool(given.get("tie_word_embeddings", False)),
-            eos_ids=_ids(generation.get("eos_token_id", given.get("eos_token_id"))),
-            bos_id=bos if isinstance(bos, int) else None,
+            tied=flag(given, "tie_word_embeddings"),
+            eos_ids=tuple(dict.fromkeys(stops + token_ids(given, "eos_token_id"))),
+            bos_id=bos[0] if bos else None,
             dtype=dtype,
         )
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SettingError("model", str(path), f"not JSON ({error}); fetch the file again") from None
-    require(isinstance(value, dict), "model", str(path), "not a JSON object; fetch the file again")
-    return dict(value)
-
-
-def _int(given: Mapping[str, Any], key: str) -> int:
-    value = given.get(key)
-    require(isinstance(value, int) and value > 0, key, value, "config.json must give a whole number above 0")
-    return int(value)  # type: ignore[arg-type]
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    """One id, a list of them, or none."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
-
-
 def _windows(family: Family, given: Mapping[str, Any], layers: int) -> list[int]:
     types = given.get("layer_types")
+    strings = types is None or (isinstance(types, list) and all(isinstance(t, str) for t in types))
+    require(strings, "layer_types", types, "must be a list of names, one for each layer")
     if family.window == "none":
         return [0] * layers
     if family.window == "all":
         require(not types or len(set(types)) == 1, "layer_types", types, "in this architecture all layers are of one type")
-        return [int(given.get("sliding_window", MISTRAL_WINDOW) or 0)] * layers
-    window = int(given.get("sliding_window") or 0) if given.get("use_sliding_window") else 0
+        # null means no window, a missing key the default
+        return [whole(given, "sliding_window", 0, least=0) if "sliding_window" in given else MISTRAL_WINDOW] * layers
+    window = whole(given, "sliding_window", 0, least=0) if flag(given, "use_sliding_window") else 0
     if types is None:
-        first = int(given.get("max_window_layers", 28))
+        first = whole(given, "max_window_layers", 28, least=0)
         return [window if i >= first else 0 for i in range(layers)]
     known = {"full_attention": 0, "sliding_attention": window}
     fits = len(types) == layers and set(types) <= set(known)
@@ -191,40 +173,42 @@ def _windows(family: Family, given: Mapping[str, Any], layers: int) -> list[int]
 def _rope(given: Mapping[str, Any], positions: int) -> tuple[Rope, int]:
     """The rotation and the longest context. transformers 5 writes rope_parameters, with rope_theta in it; older files
     have rope_theta beside rope_scaling, whose kind is under rope_type or, older still, type."""
-    scaling = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    key = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
+    scaling = given.get(key) or {}
+    require(isinstance(scaling, Mapping), key, scaling, "must be an object, or null")
     nested = [k for k, v in scaling.items() if isinstance(v, dict)]
-    require(not nested, "rope_parameters", nested, "a rotation for each type of layer is not computed; give one for all")
+    require(not nested, key, nested, "a rotation for each type of layer is not computed; give one for all")
     partial = scaling.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     require(partial in (None, 1.0), "partial_rotary_factor", partial, "the whole head is rotated; give 1.0")
-    theta = float(scaling.get("rope_theta") or given.get("rope_theta") or 10000.0)
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    theta = real(scaling, "rope_theta", real(given, "rope_theta", 10000.0, least=2.0), least=2.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
     known = ("default", "linear", "dynamic", "llama3", "yarn")
-    require(kind in known, "rope_type", kind, f"computed are {', '.join(known)}")
+    require(isinstance(kind, str) and kind in known, "rope_type", kind, f"computed are {', '.join(known)}")
     # dynamic scaling starts past max_position_embeddings, where a context ends here
     if kind in ("default", "dynamic"):
         return Rope(theta), positions
-    factor = scaling.get("factor")
     key = "original_max_position_embeddings"
-    original = int(given.get(key) or scaling.get(key) or positions)
-    if factor is None and kind == "yarn":
-        factor = positions / original
-    require(isinstance(factor, int | float) and factor >= 1, "factor", factor, f"rope_type {kind} needs a factor of 1 or more")
-    factor = float(factor)  # type: ignore[arg-type]
+    original = whole(given, key, whole(scaling, key, positions))
+    factor = real(scaling, "factor", positions / original if kind == "yarn" else None, least=1.0)
     if kind == "linear":
         return Rope(theta, kind, factor), positions
     if kind == "llama3":
-        low, high = float(scaling.get("low_freq_factor") or 0), float(scaling.get("high_freq_factor") or 0)
+        low, high = real(scaling, "low_freq_factor", 0.0), real(scaling, "high_freq_factor", 0.0)
         require(0 < low < high, "low_freq_factor", low, f"llama3 needs one above 0 and below high_freq_factor ({high})")
         return Rope(theta, kind, factor, original, low, high), positions
     rope = Rope(
         theta, kind, factor, original,
-        beta_fast=float(scaling.get("beta_fast") or 32),
-        beta_slow=float(scaling.get("beta_slow") or 1),
-        truncate=bool(scaling.get("truncate", True)),
+        beta_fast=real(scaling, "beta_fast", 32.0),
+        beta_slow=real(scaling, "beta_slow", 1.0),
+        truncate=flag(scaling, "truncate", True),
         attention_factor=_yarn_attention_factor(scaling, factor),
     )
+    ordered = rope.beta_fast > rope.beta_slow > 0
+    require(ordered, "beta_fast", rope.beta_fast, "yarn needs one above beta_slow, which is above 0")
     # checkpoints switched to yarn by hand often keep the max_position_embeddings they had before
-    return rope, max(positions, int(original * factor))
+    longest = max(positions, int(original * factor))
+    require(longest <= MOST, "factor", factor, f"{original} positions times this are more than {MOST}")
+    return rope, longest
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
@@ -233,6 +217,6 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    mscale, over = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        return real(scaling, "attention_factor")
+    mscale, over = real(scaling, "mscale", 0.0), real(scaling, "mscale_all_dim", 0.0)
     return temperature(mscale) / temperature(over) if mscale and over else temperature(1.0)

@@ -5,6 +5,7 @@ tokenizer.json made from the file's own vocabulary. The format: https://github.c
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +19,24 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 
 from forerun.models import rope
 from forerun.models.config import ModelConfig, Rope
-from forerun.types import SettingError, require
+from forerun.models.files import errors_of, flag, real, whole
+from forerun.models.loading import misfit
+from forerun.types import LoadError, SettingError, require
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 INSTEAD = "give the model's Hugging Face folder"
+UNREAD_SCALING = (
+    "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor",
+)  # fmt: skip
 NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+
+PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)  # as llama.cpp's gguf-split names them
+BLOCK = re.compile(r"blk\.(?P<number>\d+)\.(?P<stem>.+)")
 
 # how each kind of vocabulary splits a text before its merges, in llama.cpp's words for tokenizer.ggml.pre
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -55,24 +64,71 @@ SPLITS = {
 }
 
 
+def parts(path: Path) -> list[Path]:
+    """The files that a model is split into: NAME-00001-of-0000N.gguf and its siblings in order, whichever of them is given;
+    for another name the file alone. Raises LoadError naming the parts that are missing."""
+    name = PART.fullmatch(path.name)
+    if name is None:
+        return [path]
+    count = int(name["count"])
+    files = [path.with_name(f"{name['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise LoadError("model", str(path), f"is a part of a split model, and {shown} is missing beside it; fetch all {count}")
+    return files
+
+
 def convert(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
-    """Write the model of a .gguf file into an existing empty folder. Raises SettingError naming what is not supported."""
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, OSError, IndexError) as error:
-        raise SettingError("model", str(path), f"not a whole GGUF file ({error}); fetch it again") from None
-    fields = _Fields(path, reader)
-    config = _config(fields, {t.name: t for t in reader.tensors})
+    """Write the model of a .gguf file (all its parts, if it is split) into an existing empty folder. Raises LoadError naming
+    what is missing, broken or not supported."""
+    readers, meta = _open(parts(path))
+    tensors = {t.name: t for reader in readers for t in reader.tensors}
+    freqs = tensors.pop("rope_freqs.weight", None)
+    with errors_of(path):
+        config = _config(meta, tensors, None if freqs is None else freqs.data)
+        parsed = ModelConfig.parse(config)
+    names = [_name(path, name) for name in tensors]
+    shapes = {n: tuple(int(d) for d in reversed(t.shape)) for n, t in zip(names, tensors.values(), strict=True)}
+    why = misfit(parsed, shapes)
+    if why is not None:
+        raise LoadError("model", str(path), f"{why}; fetch the file again")
     _write(folder / "config.json", config)
     _write(folder / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id") if k in config})
-    _tokenizer(fields, folder)
-    tensors = [t for t in reader.tensors if t.name != "rope_freqs.weight"]
-    names = [_name(path, t.name) for t in tensors]
-    shapes = {n: tuple(int(d) for d in reversed(t.shape)) for n, t in zip(names, tensors, strict=True)}
+    with errors_of(path):
+        _tokenizer(meta, folder)
     progress(f"converting {path.name}: {len(names)} tensors to bfloat16")
-    parsed = ModelConfig.parse(config, {})
-    values = (_values(path, name, tensor, parsed) for name, tensor in zip(names, tensors, strict=True))
+    values = (_values(path, name, tensor, parsed) for name, tensor in zip(names, tensors.values(), strict=True))
     write_bfloat16(folder / "model.safetensors", shapes, values)
+
+
+def _open(files: list[Path]) -> tuple[list[GGUFReader], dict[str, Any]]:
+    """The parts' readers and the first one's metadata. Raises LoadError for a file that is not whole, and for parts that do
+    not belong together."""
+    readers, found = [], []
+    for file in files:
+        try:
+            reader = GGUFReader(file)
+            found.append({key: field.contents() for key, field in reader.fields.items()})
+        except Exception as error:  # the library raises whatever numpy makes of a broken file
+            raise LoadError("model", str(file), f"not a whole GGUF file ({error}); fetch it again") from None
+        readers.append(reader)
+    names: set[str] = set()
+    for i, (file, reader, meta) in enumerate(zip(files, readers, found, strict=True), 1):
+        with errors_of(file):
+            number, count = whole(meta, "split.no", i - 1, least=0) + 1, whole(meta, "split.count", 1)
+        if (number, count) != (i, len(files)):
+            why = f"it is part {number} of {count} of a split model; end its name in -{number:05d}-of-{count:05d}.gguf"
+            raise LoadError("model", str(file), f"{why} and put the other parts beside it")
+        again = [t.name for t in reader.tensors if t.name in names]
+        if again:
+            raise LoadError("model", str(file), f"tensor {again[0]} is in an earlier part too; fetch the parts again")
+        names.update(t.name for t in reader.tensors)
+    total = found[0].get("split.tensors.count", len(names))
+    if total != len(names):
+        why = f"the model has {total} tensors and its parts hold {len(names)}; fetch the parts again"
+        raise LoadError("model", str(files[0]), why)
+    return readers, found[0]
 
 
 def write_bfloat16(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[torch.Tensor]) -> None:
@@ -91,97 +147,90 @@ def write_bfloat16(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iter
             file.write(tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
 
 
-class _Fields:
-    """The file's key-value pairs."""
+def _config(meta: dict[str, Any], tensors: dict[str, Any], freqs: np.ndarray | None) -> dict[str, Any]:
+    """What config.json says of this model. Raises SettingError for what is missing or not supported."""
+    architecture = meta.get("general.architecture")
+    known = isinstance(architecture, str) and architecture in ARCHITECTURES
+    require(known, "general.architecture", architecture, f"supported in a .gguf are {', '.join(ARCHITECTURES)}")
 
-    def __init__(self, path: Path, reader: GGUFReader) -> None:
-        self.path, self._reader = path, reader
-        self.architecture = str(self.get("general.architecture", ""))
-        require(
-            self.architecture in ARCHITECTURES, "general.architecture", self.architecture,
-            f"supported in a .gguf are {', '.join(ARCHITECTURES)}",
-        )
+    def key(name: str) -> str:
+        return f"{architecture}.{name}"
 
-    def get(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
-
-    def of_model(self, key: str, default: Any = None) -> Any:
-        return self.get(f"{self.architecture}.{key}", default)
-
-    def needed(self, key: str) -> Any:
-        value = self.of_model(key)
-        if value is None:
-            raise SettingError("model", str(self.path), f"metadata {self.architecture}.{key} is missing; convert it anew")
-        return value
-
-
-def _config(fields: _Fields, tensors: dict[str, Any]) -> dict[str, Any]:
-    experts = fields.of_model("expert_count", 0)
+    experts = meta.get(key("expert_count"), 0)
     require(not experts, "expert_count", experts, "mixtures of experts are not supported; give a dense model")
-    heads, hidden = int(fields.needed("attention.head_count")), int(fields.needed("embedding_length"))
-    head_dim = int(fields.of_model("attention.key_length", hidden // heads))
-    rotated = int(fields.of_model("rope.dimension_count", head_dim))
+    heads, hidden = whole(meta, key("attention.head_count"), most=2**16), whole(meta, key("embedding_length"))
+    head_dim = whole(meta, key("attention.key_length"), hidden // heads)
+    rotated = whole(meta, key("rope.dimension_count"), head_dim)
     require(rotated == head_dim, "rope.dimension_count", rotated, f"the whole head is rotated; give {head_dim}")
-    has_embedding = "token_embd.weight" in tensors
-    require(has_embedding, "model", str(fields.path), "tensor token_embd.weight is missing; fetch the file again")
-    window = int(fields.of_model("attention.sliding_window", 0) or 0)
+    require("token_embd.weight" in tensors, "token_embd.weight", None, "the tensor is missing; fetch the file again")
+    window = whole(meta, key("attention.sliding_window"), 0, least=0)
     require(window == 0, "attention.sliding_window", window, f"not read from a .gguf; {INSTEAD}")
-    biased = "blk.0.attn_q.bias" in tensors
     config = {
-        "architectures": [ARCHITECTURES[fields.architecture]],
-        "model_type": fields.architecture,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "architectures": [ARCHITECTURES[str(architecture)]],
+        "model_type": architecture,
+        "vocab_size": int(tensors["token_embd.weight"].shape[-1]),
         "hidden_size": hidden,
-        "intermediate_size": int(fields.needed("feed_forward_length")),
-        "num_hidden_layers": int(fields.needed("block_count")),
+        "intermediate_size": whole(meta, key("feed_forward_length")),
+        "num_hidden_layers": whole(meta, key("block_count")),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(fields.of_model("attention.head_count_kv", heads)),
+        "num_key_value_heads": whole(meta, key("attention.head_count_kv"), heads),
         "head_dim": head_dim,
-        "max_position_embeddings": int(fields.needed("context_length")),
-        "rms_norm_eps": float(np.float32(fields.needed("attention.layer_norm_rms_epsilon"))),
+        "max_position_embeddings": whole(meta, key("context_length")),
+        "rms_norm_eps": float(np.float32(real(meta, key("attention.layer_norm_rms_epsilon")))),
         "hidden_act": "silu",
-        "attention_bias": biased,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
-    config |= _rope(fields, tensors, head_dim)
-    for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        token = fields.get(f"tokenizer.ggml.{name}_token_id")
-        if token is not None:
-            config[key] = int(token)
-    # the end of a turn is stored apart from the end of a text
-    turn = fields.get("tokenizer.ggml.eot_token_id")
-    if turn is not None and "eos_token_id" in config and int(turn) != config["eos_token_id"]:
-        config["eos_token_id"] = [config["eos_token_id"], int(turn)]
+    theta = real(meta, key("rope.freq_base"), 10000.0)
+    config |= {"rope_theta": theta, "rope_scaling": _scaling(meta, key, theta, freqs, head_dim)}
+    for name, field in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
+        if (token := _token_id(meta, field)) is not None:
+            config[name] = token
+    # the ends of a turn and of a message to a tool are stored apart from the end of a text
+    ends = [token for field in ("eos", "eot", "eom") if (token := _token_id(meta, field)) is not None]
+    if ends:
+        config["eos_token_id"] = ends[0] if len(set(ends)) == 1 else list(dict.fromkeys(ends))
     return config
 
 
-def _rope(fields: _Fields, tensors: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    theta = float(fields.of_model("rope.freq_base", 10000.0))
-    kind = fields.of_model("rope.scaling.type", "none")
+def _token_id(meta: dict[str, Any], name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    return None if meta.get(key) is None else whole(meta, key, least=0)
+
+
+def _scaling(
+    meta: dict[str, Any], key: Callable[[str], str], theta: float, freqs: np.ndarray | None, head_dim: int
+) -> dict[str, Any] | None:
+    """What config.json says under rope_scaling."""
+    kind = meta.get(key("rope.scaling.type"), "none")
     require(kind in ("none", "linear", "yarn"), "rope.scaling.type", kind, "supported in a .gguf are none, linear and yarn")
-    scaling: dict[str, Any] | None = None
-    if kind != "none":
-        scaling = {"rope_type": kind, "factor": float(fields.needed("rope.scaling.factor"))}
-        original = fields.of_model("rope.scaling.original_context_length")
-        if original is not None:
-            scaling["original_max_position_embeddings"] = int(original)
-    if "rope_freqs.weight" in tensors:
+    for name in UNREAD_SCALING:
+        value = meta.get(key(name), 1.0)
+        require(value == 1.0, name, value, f"not read from a .gguf; {INSTEAD}")
+    if freqs is not None:
         require(kind == "none", "rope.scaling.type", kind, "with a rope_freqs tensor only none is supported")
-        scaling = _llama3(fields, tensors["rope_freqs.weight"].data, theta, head_dim)
-    return {"rope_theta": theta, "rope_scaling": scaling}
+        return _llama3(freqs, theta, head_dim)
+    if kind == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": real(meta, key("rope.scaling.factor"))}
+    if meta.get(original := key("rope.scaling.original_context_length")) is not None:
+        scaling["original_max_position_embeddings"] = whole(meta, original)
+    for name in ("beta_fast", "beta_slow"):
+        if meta.get(beta := key(f"rope.scaling.yarn_{name}")) is not None:
+            scaling[name] = real(meta, beta)
+    return scaling
 
 
-def _llama3(fields: _Fields, divisors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
+def _llama3(divisors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
     """Llama 3's stretched rotation is in the file as what each frequency was divided by. All published models share the
     other three numbers, so the largest divisor is the factor; the rest must come out as they are."""
     factor = float(divisors.max())
     guess = Rope(theta, "llama3", factor, 8192, 1.0, 4.0)
     expected = rope.frequencies(Rope(theta), head_dim) / rope.frequencies(guess, head_dim)
-    if len(divisors) != len(expected) or not np.allclose(divisors, expected.numpy(), rtol=1e-3):
-        raise SettingError("model", str(fields.path), f"tensor rope_freqs.weight is not Llama 3's; {INSTEAD}")
+    same = divisors.shape == tuple(expected.shape) and np.allclose(divisors, expected.numpy(), rtol=1e-3)
+    require(same, "rope_freqs.weight", f"{factor:g} at most", f"the tensor is not Llama 3's; {INSTEAD}")
     return {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -190,11 +239,11 @@ def _llama3(fields: _Fields, divisors: np.ndarray, theta: float, head_dim: int) 
 
 def _name(path: Path, name: str) -> str:
     stem, _, kind = name.rpartition(".")
-    layer = ""
-    if stem.startswith("blk."):
-        _, number, stem = stem.split(".", 2)
-        layer = f"model.layers.{number}."
-    require(stem in NAMES, "model", str(path), f"tensor {name} is not known; {INSTEAD}")
+    layer, block = "", BLOCK.fullmatch(stem)
+    if block is not None:
+        layer, stem = f"model.layers.{block['number']}.", block["stem"]
+    if stem not in NAMES:
+        raise LoadError("model", str(path), f"tensor {name} is not known; {INSTEAD}")
     return f"{layer}{NAMES[stem]}.{kind}"
 
 
@@ -204,7 +253,7 @@ def _values(path: Path, name: str, tensor: Any, config: ModelConfig) -> torch.Te
     except NotImplementedError:
         kind = tensor.tensor_type.name
         why = f"tensor {tensor.name}: {kind} cannot be dequantised; give a Q8_0 or F16 file"
-        raise SettingError("model", str(path), why) from None
+        raise LoadError("model", str(path), why) from None
     if config.architecture == "LlamaForCausalLM":
         for part, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
             if part in name:
@@ -218,18 +267,26 @@ def pair_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
-def _tokenizer(fields: _Fields, folder: Path) -> None:
-    kind = fields.get("tokenizer.ggml.model")
+def _tokenizer(meta: dict[str, Any], folder: Path) -> None:
+    """tokenizer.json and tokenizer_config.json. Raises SettingError for a vocabulary that is broken or not supported."""
+    kind = meta.get("tokenizer.ggml.model")
     require(kind == "gpt2", "tokenizer.ggml.model", kind, f"supported in a .gguf is gpt2 (byte-level BPE); {INSTEAD}")
-    pre = fields.get("tokenizer.ggml.pre", "default")
-    require(pre in SPLITS, "tokenizer.ggml.pre", pre, f"supported are {', '.join(SPLITS)}; {INSTEAD}")
+    pre = meta.get("tokenizer.ggml.pre", "default")
+    require(isinstance(pre, str) and pre in SPLITS, "tokenizer.ggml.pre", pre, f"supported are {', '.join(SPLITS)}; {INSTEAD}")
     split = SPLITS[pre]
-    tokens: list[str] = fields.get("tokenizer.ggml.tokens")
-    types: list[int] = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    merges = [tuple(m.split(" ", 1)) for m in fields.get("tokenizer.ggml.merges")]
+    tokens: list[str] = _listed(meta, "tokenizer.ggml.tokens", str)
+    key = "tokenizer.ggml.token_type"
+    types: list[int] = _listed(meta, key, int) if key in meta else [TokenType.NORMAL] * len(tokens)
+    require(len(types) == len(tokens), key, len(types), f"there are {len(tokens)} tokens")
+    merges = [tuple(m.split(" ", 1)) for m in _listed(meta, "tokenizer.ggml.merges", str)]
     # unused entries pad the vocabulary; they are no tokens
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole))
+    try:
+        model = tokenizers.models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole)
+    except Exception as error:  # the library raises bare Exception
+        why = f"they do not fit the tokens ({error}); fetch the file again"
+        raise SettingError("tokenizer.ggml.merges", f"{len(merges)} of them", why) from None
+    made = tokenizers.Tokenizer(model)
     if split.nfc:
         made.normalizer = normalizers.NFC()
     steps = [pre_tokenizers.Split(Regex(p), "isolated") for p in split.patterns]
@@ -239,17 +296,36 @@ def _tokenizer(fields: _Fields, folder: Path) -> None:
         add([tokenizers.AddedToken(t, normalized=False) for t, i in vocab.items() if types[i] == special])
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for key, name in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
-        token = fields.get(f"tokenizer.ggml.{name}_token_id")
+        token = _token_id(meta, name)
         if token is not None:
-            settings[key] = tokens[int(token)]
-    if fields.get("tokenizer.ggml.add_bos_token", split.bos) and "bos_token" in settings:
-        bos = settings["bos_token"]
-        made.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, vocab[bos])])
-    template = fields.get("tokenizer.chat_template")
-    if template:
-        settings["chat_template"] = template
+            there = token < len(tokens) and tokens[token] in vocab
+            require(there, f"tokenizer.ggml.{name}_token_id", token, f"no token of that id among {len(tokens)}")
+            settings[key] = tokens[token]
+    # the tokens in front of a text and behind it
+    front, behind = (
+        settings.get(f"{name}_token") if flag(meta, f"tokenizer.ggml.add_{name}_token", default) else None
+        for name, default in (("bos", split.bos), ("eos", False))
+    )
+    if front or behind:
+        pieces = [piece for piece in (front, "$A", behind) if piece]
+        made.post_processor = processors.TemplateProcessing(
+            single=pieces, special_tokens=[(token, vocab[token]) for token in pieces if token != "$A"]
+        )
+    templates = {"default": meta.get("tokenizer.chat_template")}
+    more = _listed(meta, "tokenizer.chat_templates", str) if "tokenizer.chat_templates" in meta else []
+    templates |= {name: meta.get(f"tokenizer.chat_template.{name}") for name in more}
+    named = [{"name": name, "template": text} for name, text in templates.items() if text]
+    if named:
+        settings["chat_template"] = named if len(named) > 1 else named[0]["template"]
     made.save(str(folder / "tokenizer.json"))
     _write(folder / "tokenizer_config.json", settings)
+
+
+def _listed(meta: dict[str, Any], key: str, kind: type) -> list[Any]:
+    """A list of the file's metadata, all of one type."""
+    found = meta.get(key)
+    require(isinstance(found, list) and all(isinstance(x, kind) for x in found), key, type(found).__name__, "must be a list")
+    return list(found)  # type: ignore[arg-type]
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

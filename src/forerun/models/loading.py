@@ -6,7 +6,8 @@ taken on trust: a missing, surplus, misshaped or non-finite tensor is an error t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from forerun.models.config import ModelConfig
-from forerun.types import SettingError, require
+from forerun.models.files import INDEX, SINGLE, missing_files, weight_map
+from forerun.types import LoadError
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 STAGE = 32 * 2**20  # bytes read at a time where they cannot go straight to their place
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
@@ -83,10 +86,10 @@ def empty(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -
 
 def parts(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a checkpoint must hold, by name, with the rows of the weights that it fills."""
-    yield "model.embed_tokens.weight", weights.embedding
+    yield EMBEDDING, weights.embedding
     yield "model.norm.weight", weights.norm
     if not config.tied:
-        yield "lm_head.weight", weights.head
+        yield HEAD, weights.head
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     for i, layer in enumerate(weights.layers):
         at = f"model.layers.{i}."
@@ -107,26 +110,34 @@ def parts(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, Tensor]]
 
 
 def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
-    """The weights of a Hugging Face folder. Raises SettingError naming the tensor that is missing, surplus, misshaped
+    """The weights of a Hugging Face folder. Raises LoadError naming the tensor that is missing, surplus, misshaped
     or not finite in this dtype."""
     checkpoint = Checkpoint(folder)
+    checkpoint.check(config)  # before any memory is taken
+    if config.tied and HEAD in checkpoint.stored and not checkpoint.same(HEAD, EMBEDDING):
+        why = "lm_head.weight differs from the embedding; give false in config.json"
+        raise LoadError("tie_word_embeddings", True, f"{why} (in {folder})")
     weights = empty(config, dtype, device)
     wanted = dict(parts(config, weights))
-    missing = [name for name in wanted if name not in checkpoint.stored]
-    if missing:
-        raise unusable(folder, f"{_few(missing)} missing; fetch the whole checkpoint that belongs to this config.json")
-    surplus = [n for n in checkpoint.stored if n not in wanted and not n.endswith(".rotary_emb.inv_freq")]
-    if config.tied and "lm_head.weight" in surplus:
-        surplus.remove("lm_head.weight")
-        same = checkpoint.same("lm_head.weight", "model.embed_tokens.weight")
-        require(same, "tie_word_embeddings", True, "lm_head.weight differs from the embedding; give false in config.json")
-    if surplus:
-        of = f"{config.architecture} with {config.layers} layers"
-        raise unusable(folder, f"{_few(surplus)} not part of {of}; fetch the checkpoint that belongs to this config.json")
     for name, out in wanted.items():
         checkpoint.read(name, out)
     _check_finite(folder, wanted, weights)
     return weights
+
+
+def misfit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """In which way tensors of these names and shapes are not the checkpoint of this model; None if they are. A copy of a tied
+    head and old rotation tables may be there too."""
+    wanted = {name: tuple(t.shape) for name, t in parts(config, empty(config, torch.float32, "meta"))}
+    missing = [name for name in wanted if name not in shapes]
+    if missing:
+        return f"{_few(missing)} missing"
+    allowed = {HEAD} if config.tied else set()
+    surplus = [n for n in shapes if n not in wanted and n not in allowed and not n.endswith(".rotary_emb.inv_freq")]
+    if surplus:
+        return f"{_few(surplus)} not part of {config.architecture} with {config.layers} layers"
+    wrong = next((name for name in wanted if shapes[name] != wanted[name]), None)
+    return wrong and f"tensor {wrong} has shape {list(shapes[wrong])}, expected {list(wanted[wrong])}"
 
 
 def random(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Weights:
@@ -141,9 +152,9 @@ def random(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: 
     return weights
 
 
-def unusable(folder: Path, why: str) -> SettingError:
+def unusable(folder: Path, why: str) -> LoadError:
     """The error for a checkpoint that cannot be read."""
-    return SettingError("model", str(folder), why)
+    return LoadError("model", str(folder), why)
 
 
 def _few(names: list[str]) -> str:
@@ -179,27 +190,32 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.stored: dict[str, Stored] = {}
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        index, single = folder / INDEX, folder / SINGLE
         if index.is_file():
-            shard_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shard_of = weight_map(index)
             for shard in sorted(set(shard_of.values())):
                 if not (folder / shard).is_file():
-                    raise unusable(folder, f"{shard}, named in {index.name}, is missing; fetch it")
+                    raise unusable(folder, f"{shard}, named in {INDEX}, is missing; fetch it")
                 self.stored.update(_header(folder / shard))
             lost = [name for name in shard_of if name not in self.stored]
             if lost:
-                raise unusable(folder, f"{_few(lost)} not in the files where {index.name} says; fetch the checkpoint again")
+                raise unusable(folder, f"{_few(lost)} not in the files where {INDEX} says; fetch the checkpoint again")
         elif single.is_file():
             self.stored.update(_header(single))
+        elif INDEX in missing_files(folder):
+            raise unusable(folder, f"it holds parts of a checkpoint, but not the {INDEX} that names them; fetch that too")
         else:
-            raise unusable(folder, f"neither {single.name} nor {index.name} in it; give a checkpoint in safetensors files")
+            raise unusable(folder, f"neither {SINGLE} nor {INDEX} in it; give a checkpoint in safetensors files")
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises LoadError unless the tensors are those of this model."""
+        why = misfit(config, {name: at.shape for name, at in self.stored.items()})
+        if why is not None:
+            raise unusable(self.folder, f"{why}; fetch the whole checkpoint that belongs to this config.json")
 
     def read(self, name: str, out: Tensor) -> None:
         """Fill out, a contiguous tensor of the stored shape, converting to its dtype and device."""
         at = self.stored[name]
-        if at.shape != tuple(out.shape):
-            shapes = f"tensor {name} has shape {list(at.shape)}, expected {list(out.shape)}"
-            raise unusable(self.folder, f"{shapes}; fetch the checkpoint that belongs to this config.json")
         flat = out.view(-1)
         if STORED[at.dtype] == out.dtype and out.device.type == "cpu":
             with at.file.open("rb", buffering=0) as file:
@@ -236,7 +252,8 @@ def _fill(file: FileIO, start: int, out: Tensor) -> None:
     file.seek(start)
     while len(into):
         n = file.readinto(into)
-        require(n > 0, "model", str(file.name), "the file ended early; fetch it again")
+        if not n:
+            raise LoadError("model", str(file.name), "the file ended early; fetch it again")
         into = into[n:]
 
 
@@ -249,18 +266,23 @@ def _header(path: Path) -> dict[str, Stored]:
             raise broken
         try:
             header = json.loads(file.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise broken from None
+    if not isinstance(header, dict):
+        raise broken
     stored = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
-        if dtype not in STORED:
-            raise unusable(path.parent, f"tensor {name} is stored as {dtype}; give a checkpoint in one of {', '.join(STORED)}")
-        start, stop = (8 + length + offset for offset in entry["data_offsets"])
-        values = torch.Size(shape).numel()
-        if stop > size or stop - start != values * STORED[dtype].itemsize:
+        try:
+            dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        except (TypeError, KeyError, ValueError):
+            raise broken from None
+        if not all(type(n) is int and 0 <= n < 2**62 for n in (*shape, start, stop)):
             raise broken
-        stored[name] = Stored(path, dtype, shape, start, stop)
+        if not isinstance(dtype, str) or dtype not in STORED:
+            raise unusable(path.parent, f"tensor {name} is stored as {dtype}; give a checkpoint in one of {', '.join(STORED)}")
+        if 8 + length + stop > size or stop - start != math.prod(shape) * STORED[dtype].itemsize:
+            raise broken
+        stored[name] = Stored(path, dtype, shape, 8 + length + start, 8 + length + stop)
     return stored
