@@ -17,6 +17,7 @@ from forerun.kernels import AttentionShape, Batch, cuda_attention, reference
 from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_cuts import fitting
 from forerun.kernels.cuda_products import Tiles, parts
+from forerun.verify.sampling import BROKEN
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's dot products do not know bfloat16
@@ -134,6 +135,16 @@ def test_argmax_takes_the_first_of_equals(run: CudaKernels) -> None:
     logits[3] = -torch.inf
     logits[3, 17] = -5
     assert run.argmax(logits).tolist() == [0, 8999, 4096, 17]
+
+
+def test_argmax_of_logits_that_are_not_finite(run: CudaKernels) -> None:
+    logits = torch.zeros(5, 9000, device=DEVICE)
+    logits[0] = -torch.inf
+    logits[1, 0] = torch.nan
+    logits[2, 8999] = torch.nan
+    logits[3, 4100] = torch.inf
+    logits[4, 1:] = -torch.inf
+    assert run.argmax(logits).tolist() == [BROKEN, BROKEN, BROKEN, BROKEN, 0]
 
 
 def paged(rows: list[tuple[int, int]], shape: AttentionShape, block: int, seed: int = 0):

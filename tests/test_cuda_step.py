@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, wh
 
 from forerun.config import Speculation
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.body import Body, Key, Lives, PromptKey
+from forerun.engine.body import NEXT_DRAFT, Body, Key, Lives, PromptKey
 from forerun.engine.fused import FusedBody
 from forerun.engine.slots import Slots
 from forerun.kernels import cuda_step as step
@@ -26,7 +26,7 @@ from forerun.kernels.cuda_step import LookUp, Pool
 from forerun.models.decoder import Target
 from forerun.types import Draft, Request, SamplingParams, Verdict
 from forerun.verify.accept import accept_matching
-from forerun.verify.sampling import SamplingState
+from forerun.verify.sampling import BROKEN, SamplingState
 from tests.test_cuda_kernels import DEVICE, DTYPE, interpreter_that_numpy_allows  # noqa: F401  (a fixture for all tests here)
 from tests.tiny import VOCAB as VOCAB_OF_TINY
 from tests.tiny import tiny_model
@@ -155,7 +155,8 @@ def block(state: State, width: int) -> tuple[torch.Tensor, Draft, torch.Tensor]:
     choice = state.random(0, 12, len(ROWS), width + 1)
     agree = state.random(0, 5, len(ROWS), width) > 0
     choice[:, :width] = torch.where(agree, draft.tokens, choice[:, :width])
-    return slot, draft, choice
+    broken = state.random(0, 15, len(ROWS), width + 1) == 0
+    return slot, draft, torch.where(broken, BROKEN, choice)
 
 
 @pytest.mark.parametrize("width", [0, 1, 3, 4])
@@ -166,7 +167,7 @@ def test_commit(width: int, seed: int) -> None:
     pool = state.pool()
     counts = step.commit(pool, slot, choice, draft.size)
     want = state.twin()._commit(slot, draft, choice, None)
-    want[:, 2] = 0
+    want[:, NEXT_DRAFT] = 0
     assert torch.equal(counts, want)
     pool.draft_size.copy_(state.lives.draft_size)  # the twin without a drafter leaves it
     state.check(pool)
@@ -191,7 +192,11 @@ def test_commit_meets_every_case() -> None:
                 seen |= {("stop", stopped and n < full)}
                 seen |= {("late stop", any(stops[full:])), ("second", sum(stops[:full]) > 1)}
                 seen |= {("goes on", not stopped and n < room[row])}
-    assert {name for name, true in seen if true} == {"all", "cut", "stop", "late stop", "goes on", "second"}
+                broken = bool(counts[row, 3])
+                assert broken == (not stopped and n < full and choice[row, n] == BROKEN)
+                seen |= {("broken", broken), ("broken past what is accepted", not broken and BROKEN in choice[row])}
+    cases = {"all", "cut", "stop", "late stop", "goes on", "second", "broken", "broken past what is accepted"}
+    assert {name for name, true in seen if true} == cases
 
 
 def test_commit_of_a_verdict() -> None:
@@ -201,7 +206,7 @@ def test_commit_of_a_verdict() -> None:
     pool = state.pool()
     counts = step.commit_verdict(pool, slot, tokens, count, draft.size)
     want = state.twin()._commit(slot, draft, tokens, Verdict(tokens, count))
-    assert torch.equal(counts[:, :2], want[:, :2])
+    assert torch.equal(counts[:, :4], want[:, :4])
     pool.draft_size.copy_(state.lives.draft_size)
     state.check(pool)
 
@@ -224,7 +229,7 @@ def test_commit_and_draft(monkeypatch, look_up: LookUp, width: int, scan: int) -
         want = state.twin(look_up)._commit(slot, draft, choice, None)
         assert torch.equal(counts, want)
         state.check(pool)
-        found |= set(counts[:, 2].tolist())
+        found |= set(counts[:, NEXT_DRAFT].tolist())
     assert {0, width} <= found or look_up.vocab == 2
 
 
@@ -239,7 +244,7 @@ def look(text: list[int], look_up: LookUp, width: int) -> list[int]:
     empty = Draft(choice[:, :0], nothing)
     assert torch.equal(counts, state.twin(look_up)._commit(slot, empty, choice, None))
     state.check(pool)
-    size = int(counts[0, 2])
+    size = int(counts[0, NEXT_DRAFT])
     assert counts[0, 0] == 1 and size == pool.draft_size[0]
     return pool.draft[0, :size].tolist()
 
@@ -336,7 +341,7 @@ def check(kernel, warps=4, **constants):
 check(step.prepare_kernel, H=576, HP=1024, RUN=512, PDL=True)
 check(step.prepare_shared_kernel, ROWS=12, LANES=16, H=576, HP=1024, RUN=512, PDL=True)
 find = dict(MIN_N=2, SCAN=1024, UNROLLED=8, PDL=True)
-rows = dict(LANES=8, E=16, EP=16, KP=4)
+rows = dict(LANES=8, E=16, EP=16, KP=4, BROKEN=-1)
 check(step.commit_kernel, 1, **rows, GIVEN=True, FIND=False, MAX_N=5, **find)
 check(step.commit_kernel, 8, **rows, GIVEN=False, FIND=True, MAX_N=5, **find)
 check(step.commit_kernel, 8, **rows, GIVEN=False, FIND=True, MAX_N=12, **find)

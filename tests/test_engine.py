@@ -46,6 +46,9 @@ class Scripted:
     def release(self, slot: int, finished: bool) -> None:
         del self.of[slot]
 
+    def restart(self) -> None:
+        pass
+
     def propose(self, rows: Rows) -> Draft:
         tokens, sizes = torch.zeros(len(rows.slot), rows.width, dtype=torch.int64), []
         for i, (slot, k) in enumerate(zip(rows.slot.tolist(), rows.k.tolist(), strict=True)):

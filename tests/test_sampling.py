@@ -16,7 +16,7 @@ from forerun.types import Draft, Request, SamplingParams, SettingError
 from forerun.verify.accept import accept_matching
 from forerun.verify.filters import threshold, thresholds
 from forerun.verify.noise import CHOOSE, draw, uniform
-from forerun.verify.sampling import Features, SamplingState, check_request, logprobs
+from forerun.verify.sampling import BROKEN, Features, SamplingState, check_request, logprobs
 from tests.statistical import PASS, REJECT, chi_square, tally
 
 V = 8
@@ -284,7 +284,7 @@ def test_ban_of_everything_but_one_and_of_rows_without_mass(host: bool) -> None:
     out, features = shaped(state, logits, slot, position)
     probs = state.probs(out, slot, features)
     assert not probs.isnan().any() and probs[0, 7] == 1
-    assert state.choose(out, slot, position, features).tolist() == [7, 0]
+    assert state.choose(out, slot, position, features).tolist() == [7, BROKEN]
 
 
 def test_min_tokens_ends_exactly_and_counts_the_block() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class SettingError(ValueError):
@@ -146,13 +146,15 @@ class Logprob(NamedTuple):
 
 class Event(NamedTuple):
     """What one step did to one request: the tokens it committed (nothing past a stop), the text they set free (it may
-    lag behind the tokens while a character or a possible stop string is unfinished), and whether it ended."""
+    lag behind the tokens while a character or a possible stop string is unfinished), and whether it ended. error: why, if the
+    finish reason is "error"."""
 
     request_id: str
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[Logprob, ...]
     finish_reason: FinishReason | None
+    error: str | None = None
 
 
 class Draft(NamedTuple):

@@ -43,6 +43,9 @@ class Drafter(Protocol):
     def release(self, slot: int, finished: bool) -> None:
         """It leaves the slot: for good (finished; slots still holds its committed tokens) or until it resumes."""
 
+    def restart(self) -> None:
+        """All slots are free, whatever state the drafter is in: a step has failed in the middle. What it has learned may go."""
+
     def propose(self, rows: Rows) -> Draft:
         """Guess what follows each row's committed tokens."""
 

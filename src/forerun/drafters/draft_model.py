@@ -48,6 +48,9 @@ class DraftModel:
     def prefill(self, batch: Batch) -> None:
         pass
 
+    def restart(self) -> None:
+        """Nothing to do: admission forgets what was computed."""
+
     def propose(self, rows: Rows) -> Draft:
         slot, length = rows.slot.cpu().numpy(), self._slots.length[rows.slot].cpu().numpy()
         size = np.clip(np.minimum(rows.k.cpu().numpy(), self._limit - length + 1), 0, None)  # [B]
@@ -118,6 +121,9 @@ class DeviceDraftModel:
 
     def prefill(self, batch: Batch) -> None:
         self._model.forward(batch._replace(logits_at=batch.ids.new_zeros(1)), self._kv)
+
+    def restart(self) -> None:
+        """Nothing to do."""
 
     def propose(self, rows: Rows) -> Draft:
         slot, width = rows.slot, rows.width

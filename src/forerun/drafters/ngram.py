@@ -102,6 +102,9 @@ class Ngram:
     def release(self, slot: int, finished: bool) -> None:
         del self.index[slot]
 
+    def restart(self) -> None:
+        self.index = {}
+
     def propose(self, rows: Rows) -> Draft:
         drafts: list[list[int]] = []
         for slot, k in zip(rows.slot.tolist(), rows.k.tolist(), strict=True):
@@ -126,6 +129,9 @@ class DeviceNgram:
         """Nothing to do: the slots hold all there is."""
 
     def release(self, slot: int, finished: bool) -> None:
+        """Nothing to do."""
+
+    def restart(self) -> None:
         """Nothing to do."""
 
     def propose(self, rows: Rows) -> Draft:

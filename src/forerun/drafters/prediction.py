@@ -143,6 +143,9 @@ class Prediction:
     def release(self, slot: int, finished: bool) -> None:
         del self.follower[slot], self.prompt_size[slot]
 
+    def restart(self) -> None:
+        self.follower, self.prompt_size = {}, {}
+
     def propose(self, rows: Rows) -> Draft:
         drafts: list[list[int]] = []
         for slot, k in zip(rows.slot.tolist(), rows.k.tolist(), strict=True):
@@ -212,6 +215,10 @@ class DevicePrediction:
         if slot in self._predicted:
             self._predicted.remove(slot)
             self.size[slot] = 0
+
+    def restart(self) -> None:
+        self.size.fill_(0)
+        self._predicted = set()
 
     def propose(self, rows: Rows) -> Draft:
         slot = rows.slot

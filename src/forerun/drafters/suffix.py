@@ -344,8 +344,8 @@ class Suffix:
         self.depth = speculation.suffix_decoding_max_tree_depth
         self.factor = speculation.suffix_decoding_max_spec_factor
         self.min_prob = speculation.suffix_decoding_min_token_prob
-        cached = speculation.suffix_decoding_max_cached_requests
-        self.shared = SharedTree(self.depth, cached) if cached else None
+        self.cached = speculation.suffix_decoding_max_cached_requests
+        self.shared = SharedTree(self.depth, self.cached) if self.cached else None
         self.own: dict[int, OwnTree] = {}
         self.prompt_size: dict[int, int] = {}
 
@@ -357,6 +357,11 @@ class Suffix:
         if finished and self.shared is not None:
             self.shared.add(self.slots.history(slot)[self.prompt_size[slot] :].tolist())
         del self.own[slot], self.prompt_size[slot]
+
+    def restart(self) -> None:
+        """The shared tree may be half written: it begins anew."""
+        self.shared = SharedTree(self.depth, self.cached) if self.cached else None
+        self.own, self.prompt_size = {}, {}
 
     def propose(self, rows: Rows) -> Draft:
         return pack(list(self._drafts(rows)), rows.width, self.vocab)

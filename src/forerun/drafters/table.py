@@ -12,7 +12,7 @@ from forerun.drafters.ngram import DeviceNgram, Ngram
 from forerun.drafters.prediction import DevicePrediction, Prediction
 from forerun.drafters.suffix import Suffix
 from forerun.engine.slots import Slots
-from forerun.models.decoder import PADDING, KVCache, Target
+from forerun.models.decoder import KVCache, Target
 from forerun.types import SettingError, require
 from forerun.verify.sampling import SamplingState
 
@@ -52,9 +52,9 @@ def _draft_model(s: Speculation, e: Surroundings) -> Drafter:
     if not e.fixed:
         budget = e.config.max_num_batched_tokens or BUDGET[e.slots.length.device.type]
         return DraftModel(e.model, kv, e.slots, e.sampling, vocab, limit, budget, sampled)
-    longest = e.config.max_model_len or limit
+    longest = e.slots.tokens.shape[1] - s.num_speculative_tokens - 1  # the engine's max_model_len
     remedy = f"on a GPU the drafter must take the target's context; give max_model_len={limit} to the engine"
-    require(longest <= limit and e.slots.tokens.shape[1] <= limit + PADDING, "max_model_len", longest, remedy)
+    require(longest <= limit, "max_model_len", longest, remedy)
     return DeviceDraftModel(e.model, kv, e.slots, e.sampling, vocab, sampled)
 
 

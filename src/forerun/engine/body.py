@@ -20,11 +20,11 @@ from forerun.engine.slots import Slots
 from forerun.kernels import Batch
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Draft, Verdict
-from forerun.verify import noise
-from forerun.verify.accept import accept_block, accept_matching, accept_ratio
-from forerun.verify.sampling import Features, SamplingState, logprobs
+from forerun.verify.accept import accept_block, accept_drawn, accept_matching, accept_ratio
+from forerun.verify.sampling import BROKEN, Features, SamplingState, logprobs
 
 GREEDY = Features()
+NEXT_DRAFT = 4  # the column of Report.counts that holds the size of the next draft
 
 
 def sizes(most: int) -> tuple[int, ...]:
@@ -85,8 +85,9 @@ class PromptKey(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a step tells the host. tokens: [B,W+1]; counts: [B,3], committed, drafted and the size of the next draft;
-    noted: the logprobs of tokens [B,W+1], ids and values of the likeliest [B,W+1,top]; None if nobody asked."""
+    """What a step tells the host. tokens: [B,W+1]; counts: [B,5], committed, drafted, accepted, whether the logits behind the
+    committed tokens are broken (1: the row has ended for that), and the size of the next draft; noted: the logprobs of tokens
+    [B,W+1], ids and values of the likeliest [B,W+1,top]; None if nobody asked."""
 
     tokens: Tensor
     counts: Tensor
@@ -147,18 +148,11 @@ class Body:
         """A decode step. slot: [B], the padding's is nobody's; k: [B], what each row may draft at most."""
         if key.drafts is not None:
             return self._run_shared(key, slot, k)
-        length = self.slots.length[slot] if self.lives.draft_probs is not None else None
+        start = self.slots.length[slot] if self.lives.draft_probs is not None else None  # before the commit
         draft, batch, x = self._lay_out(key, slot, k)
         kernels = self.target.kernels.bounded(key.width + 1, self.slots.tokens.shape[1])
         logits = self.target.forward(batch, self.kv, kernels=kernels, x=x).logits  # [B(W+1),V]
-        if draft.probs is None or length is None:
-            verdict = None
-            tokens = self._choose(key, slot, batch.positions, logits).view(len(slot), -1)
-        else:
-            verdict = self._weigh(key, slot, batch.positions, logits, draft, length)
-            tokens = verdict.tokens
-        counts = self._commit(slot, draft, tokens, verdict)
-        return Report(tokens, counts, self._note(key, logits, tokens))
+        return self._verify(key, slot, batch.positions, logits, draft, start)
 
     def _run_shared(self, key: Key, slot: Tensor, k: Tensor) -> Report:
         """The same with key.drafts drafts for all rows together, handed out from the first row on: a row takes as many tokens
@@ -225,30 +219,47 @@ class Body:
         every = slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
         return self.sampling.shape(logits, every, positions + 1, key.features), every
 
-    def _weigh(self, key: Key, slot: Tensor, positions: Tensor, logits: Tensor, draft: Draft, length: Tensor) -> Verdict:
-        """What the rule for drafts with probabilities makes of the draft. length: [B], before the step."""
+    def _verify(
+        self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor, draft: Draft, start: Tensor | None
+    ) -> Report:
+        """What the target makes of the draft, committed. positions: [B(W+1)], of the tokens that were read; start: [B], the
+        index of each block's first token if drafts have probabilities, else None."""
+        if start is None:
+            tokens, verdict = self._choose(key, slot, positions, logits).view(len(slot), -1), None
+        else:
+            verdict = self._weigh(key, slot, positions, logits, draft, start)
+            tokens = verdict.tokens
+        return Report(tokens, self._commit(slot, draft, tokens, verdict), self._note(key, logits, tokens))
+
+    def _weigh(
+        self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor, draft: Draft, start: Tensor
+    ) -> Verdict:
+        """What the rule for drafts with probabilities makes of the draft."""
         shaped, every = self._shaped(key, slot, positions, logits)
-        target = self.sampling.probs(shaped, every, key.features).view(len(slot), key.width + 1, -1)
-        seed = self.sampling.seed[slot]
-        accept = noise.block_noise(seed, length, key.width, noise.ACCEPT)
-        return self._accept(target, draft, accept, noise.block_noise(seed, length, key.width + 1, noise.REDRAW))
+        target = self.sampling.probs(shaped, every, key.features).view(len(slot), draft.tokens.shape[1] + 1, -1)
+        broken = self.sampling.broken(shaped).view(len(slot), -1)
+        return accept_drawn(self._accept, target, broken, draft, self.sampling.seed[slot], start)
 
     def _commit(self, slot: Tensor, draft: Draft, tokens: Tensor, verdict: Verdict | None) -> Tensor:
-        """Cut the block at a stop or the limit, append it, and draft what follows; [B,3] as in Report. tokens: [B,W+1], the
-        target's choices, of which the draft is accepted while it equals them; or the verdict's, if there is one."""
+        """Cut the block at a stop, the limit or broken logits, append it, and draft what follows; [B,5] as in Report.
+        tokens: [B,W+1], the target's choices, of which the draft is accepted while it equals them; or the verdict's, if there
+        is one."""
         verdict = verdict or accept_matching(tokens, draft)
         lives, width = self.lives, tokens.shape[1]
         length, alive = self.slots.length[slot], lives.alive[slot]
         at = torch.arange(width, device=slot.device)
-        stops = (tokens[:, :, None] == lives.stop_ids[slot][:, None, :]).any(-1) & (at < verdict.count[:, None])
-        first = torch.where(stops, at, width).amin(1)  # [B] of the first stop, or past all
-        count = torch.minimum(torch.minimum(verdict.count, first + 1), lives.limit[slot] - length)
+        ends = (tokens[:, :, None] == lives.stop_ids[slot][:, None, :]).any(-1) | (tokens == BROKEN)
+        first = torch.where(ends & (at < verdict.count[:, None]), at, width).amin(1)  # [B] where it ends, or past all
+        last = tokens.gather(1, first[:, None].clamp(max=width - 1))[:, 0]
+        room = lives.limit[slot] - length
+        broken = alive & (first < torch.clamp(room, max=width)) & (last == BROKEN)
+        count = torch.minimum(torch.minimum(verdict.count, first + 1) - broken.long(), room)
         count = torch.where(alive, count, 0).clamp(min=0)
-        ended = (first < count) | (length + count >= lives.limit[slot])
+        ended = (first < width) | (length + count >= lives.limit[slot])
         self.slots.commit(slot, tokens, count)
         lives.alive[slot] = alive & ~ended
-        drafted = torch.where(alive, draft.size, 0)
-        return torch.stack((count, drafted, self._propose(slot)), 1)
+        drafted, accepted = torch.where(alive, draft.size, 0), torch.minimum(verdict.count - 1, count)
+        return torch.stack((count, drafted, accepted, broken.long(), self._propose(slot)), 1)
 
     def _propose(self, slot: Tensor) -> Tensor:
         """Draft for the next step; [B], how much was found."""
@@ -279,11 +290,16 @@ class Body:
         logits = self.target.forward(batch, self.kv).logits  # [R,V]
         if self.drafter is not None:
             self.drafter.prefill(batch)
-        slot = torch.where(through > 0, slot, len(self.slots.length) - 1)  # the others commit as nobody
-        choice = self._choose(key, slot, (begin + count - 1).clamp(min=0), logits)[:, None]
-        nothing = Draft(choice[:, :0], torch.zeros_like(slot))
-        counts = self._commit(slot, nothing, choice, None)
-        return Report(choice, counts, self._note(key, logits, choice))
+        slot = torch.where(through > 0, slot, len(self.slots.length) - 1)  # the others commit to the dummy slot
+        probs = self.lives.draft_probs
+        nothing = Draft(slot.new_empty(key.rows, 0), torch.zeros_like(slot), None if probs is None else probs[slot, :0])
+        end = (begin + count).clamp(min=1)
+        return self._verify(key, slot, end - 1, logits, nothing, None if probs is None else end)
+
+    def draft(self, slot: Tensor) -> None:
+        """Draft for the next step of these rows [B], which takes what a step drafts at its end: for rows that no step has ended
+        with."""
+        self._propose(slot)
 
     def _lay_end_to_end(self, key: PromptKey, slot: Tensor, begin: Tensor, count: Tensor) -> tuple[Batch, Tensor]:
         """The forward pass over these parts of the slots, with the logits of each row's last token (of some token if the row

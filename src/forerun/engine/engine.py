@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -13,14 +14,15 @@ import torch
 
 from forerun.config import BUDGET, EngineConfig
 from forerun.drafters import Drafter, Needs
-from forerun.engine.body import Body, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes, unknown_cost
+from forerun.engine.body import Body, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes
 from forerun.engine.costs import step_costs
 from forerun.engine.fixed import FixedStep
 from forerun.engine.graphs import Graphs, captures, fused_body
+from forerun.engine.interrupts import Uninterrupted
 from forerun.engine.memory import free_memory, tokens_on_gpu
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Costs, Policy
-from forerun.engine.scheduler import Scheduler, Sequence
+from forerun.engine.scheduler import PlanRow, Scheduler, Sequence
 from forerun.engine.slots import Slots
 from forerun.engine.stats import DraftStats
 from forerun.engine.step import Committed, Flight, RaggedStep, Times
@@ -29,6 +31,7 @@ from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
 from forerun.verify.sampling import SamplingState, check_request
 
+LOG = logging.getLogger("forerun")
 MEASURED = 64  # positions up to which the cost of a step is measured
 MakeDrafter = Callable[[Slots, Slots, SamplingState, KVCache, bool], Drafter | None]  # see drafters/table.py
 
@@ -73,6 +76,14 @@ class Engine:
         tokens = config.kv_cache_tokens or self._default_kv_tokens(target, make_drafter, detokenizer)
         pages = Pages(tokens // config.block_size, config.block_size, config.enable_prefix_caching)
 
+        drawn = speculation is not None and speculation.draft_sample_method == "probabilistic"
+        most = config.max_num_seqs * (width + 1)
+        require(
+            not drawn or self.budget >= most,
+            "max_num_batched_tokens",
+            self.budget,
+            f"with draft_sample_method probabilistic every row of a step has its full draft; give at least {most}",
+        )
         lines = config.max_num_seqs + 1  # the last one is nobody's, for padding
         self.slots = Slots(lines, self.max_model_len + width + 1, pages.needed(self.max_model_len + width), device)
         self.sampling = SamplingState(self.slots.tokens, self.slots.length, target.vocab)
@@ -80,28 +91,33 @@ class Engine:
         fixed = device.type == "cuda" if fixed is None else fixed
         mirror = Slots(lines, self.slots.tokens.shape[1], 1, torch.device("cpu")) if fixed else self.slots
         self.drafter = make_drafter(self.slots, mirror, self.sampling, self.kv, fixed)
-        policy = Policy(speculation)
-        beyond = width + 1 if fixed and self.drafter is not None and self.drafter.needs.kv_bytes_per_token else 0
+        policy = Policy(speculation, config.adaptive_drafts and not drawn)
+        # keys and values that a drafter of a fixed-shape step keeps in these pages go past the step's own tokens, and after a
+        # draft that was accepted to its end those of the last position come with the next step only
+        keeps = fixed and self.drafter is not None and self.drafter.needs.kv_bytes_per_token > 0
+        beyond, behind = (width + 1, 1) if keeps else (0, 0)
         widest = self.slots.block_table.shape[1]
-        self.scheduler = Scheduler(pages, policy, config.max_num_seqs, self.budget, beyond, widest)
+        self.scheduler = Scheduler(pages, policy, config.max_num_seqs, self.budget, beyond, widest, behind, drawn)
         block = speculation is not None and speculation.rejection_sample_method == "block"
         self._step: FixedStep | RaggedStep
         self.graphs: Graphs | None = None
         if fixed:
-            probs = speculation is not None and speculation.draft_sample_method == "probabilistic"
-            lives = Lives(self.slots, width, target.vocab, probs)
+            lives = Lives(self.slots, width, target.vocab, drawn)
             parts = (self.kv, self.slots, self.sampling, lives, self.drafter, block)
             rows = sizes(config.max_num_seqs)
             if captures(target):
                 self.graphs = Graphs(fused_body()(target, *parts), lines - 1)
                 prompts = prompt_sizes(min(self.budget, config.max_num_seqs * self.max_model_len), config.max_num_seqs)
-                cost = self.graphs.cost if config.adaptive_drafts else unknown_cost
-                self._step = FixedStep(self.graphs.body, policy, width, mirror, rows, self.graphs.run, cost, prompts)
+                graphs = self.graphs
+                self._step = FixedStep(graphs.body, policy, width, mirror, rows, graphs.run, graphs.cost, prompts)
             else:
                 self._step = FixedStep(Body(target, *parts), policy, width, mirror, rows)
         else:
-            self._step = RaggedStep(target, self.kv, self.slots, self.sampling, self.drafter, block)
-        self._flights: deque[Flight] = deque()
+            self._step = RaggedStep(target, self.kv, self.slots, self.sampling, self.drafter, drawn, block)
+        self._flights: deque[tuple[list[PlanRow], Flight]] = deque()
+        self._events: list[Event] = []
+        self._blamed: list[Sequence] = []  # whose work is being done, should it fail
+        self._committing: Sequence | None = None
         self.stats = EngineStats()
         self._vocab = target.vocab
         self._detokenizer = detokenizer
@@ -153,7 +169,7 @@ class Engine:
                         self.graphs.capture(Key(rows, width))
                     for drafts in self._step.shared_drafts(rows):
                         self.graphs.capture(Key(rows, self._step.width, drafts=drafts))
-        elif speculation is not None and self.config.adaptive_drafts and speculation.draft_sample_method == "greedy":
+        elif speculation is not None and self.scheduler.policy.adaptive:
             most = min(MEASURED, self.max_model_len)
             self.scheduler.policy.costs = Costs(step_costs(self._step.target, self._step.compute, most))
 
@@ -226,44 +242,100 @@ class Engine:
             request.max_tokens,
             f"prompt and answer are {most} tokens and the KV cache holds {self.kv_tokens}; raise kv_cache_tokens",
         )
-        sequence = self._live[request.id] = self.scheduler.add(request)
         params = request.params
-        self._texts[request.id] = TextStream(self._detokenizer(), params.stop, params.include_stop_str_in_output)
+        text = TextStream(self._detokenizer(), params.stop, params.include_stop_str_in_output)
+        with Uninterrupted():
+            sequence = self.scheduler.add(request)
+            self._live[request.id], self._texts[request.id] = sequence, text
         return sequence
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; its pages are free at once. False if there is none of that id."""
-        sequence = self._live.get(request_id)
-        if sequence is not None:
-            self._end(sequence)
+        with Uninterrupted():
+            sequence = self._live.get(request_id)
+            if sequence is not None:
+                self._forget(request_id)
+                self._guard(lambda: self._leave(sequence))
         return sequence is not None
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is under way."""
-        return bool(self._live)
+        """Whether a request is under way, or an event has not been handed over."""
+        return bool(self._live or self._events)
 
     def step(self) -> list[Event]:
-        """Launch one step of all that runs and read the one that is due; what that did, an event for each request."""
+        """Launch one step of all that runs and read the one that is due; what that did, an event for each request.
+
+        An exception ends the request that it belongs to with an event whose finish reason is "error"; all others go on from
+        the tokens that they have. Where it is not known which request of a step it belongs to, each of them is tried alone."""
+        with Uninterrupted():
+            self._guard(self._advance)
+        events, self._events = self._events, []
+        return events
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Do the work. Should it fail anywhere, nothing counts any more but the tokens that were committed."""
+        try:
+            self._blamed, self._committing = [], None
+            work()
+        except Exception as error:
+            self._recover(f"{type(error).__name__}: {error}")
+        except BaseException:  # an interrupt that nothing held back
+            self._recover(None)
+            raise
+
+    def _recover(self, error: str | None) -> None:
+        """Start again from the committed tokens. error: what the exception said, which ends the request it belongs to; None: an
+        interrupt, which ends none but one in the middle of a commit, of which nobody knows what was committed."""
+        for event in self._events:
+            if event.finish_reason is not None:
+                self._forget(event.request_id)
+        blamed = self._blamed if self._committing is None else [self._committing]
+        blamed = [s for s in blamed if s.request.id in self._live]
+        ended = blamed if self._committing is not None or (error is not None and len(blamed) == 1) else []
+        suspects = blamed if error is not None and not ended else []
+        if error is not None:
+            LOG.warning("a step failed%s: %s", "; its requests go on one by one" if suspects else "", error, exc_info=True)
+        self._fail(ended, error or "interrupted while tokens were committed to it")
+        self._flights.clear()
+        try:
+            self.scheduler.restart(self._live.values(), suspects)
+            self._step.restart()
+        except Exception as again:  # a device that takes no more work, say
+            LOG.error("the engine cannot go on", exc_info=True)
+            self._fail(list(self._live.values()), f"{error or 'interrupted'}; then {type(again).__name__}: {again}")
+            self.scheduler.restart([], [])
+
+    def _fail(self, sequences: list[Sequence], error: str) -> None:
+        for sequence in sequences:
+            self._events.append(Event(sequence.request.id, (), "", (), "error", error))
+            self._forget(sequence.request.id)
+
+    def _advance(self) -> None:
         start = time.perf_counter()
+        self._blamed = list(self.scheduler.suspects)[:1] or list(self._live.values())
         plan = self.scheduler.plan()
         for sequence, slot in plan.preempted:
             self._step.release(sequence, slot, finished=False)
         for sequence in plan.admitted:
+            self._blamed = [sequence]
             self._admit(sequence)
         spent = Times(0.0, 0.0, 0.0)
         if plan.rows:
-            self._flights.append(self._step.launch(plan))
+            self._blamed = [row.sequence for row in plan.rows]
+            self._flights.append((plan.rows, self._step.launch(plan)))
             self.scheduler.launch(plan.rows)
         due = len(self._flights) > self._step.lag or (self._flights and not plan.rows)
-        events: list[Event] = []
         if due:
-            flight = self._flights.popleft()
+            rows, flight = self._flights.popleft()
+            self._blamed = [row.sequence for row in rows if not row.stale]
             spent = flight.times
             verified: dict[tuple[int, int], int] = defaultdict(int)
-            events = [event for one in flight.read() if (event := self._commit(one, verified)) is not None]
-            for (drafted, accepted), rows in verified.items():
-                self.stats.drafts.count(drafted, accepted, rows)
+            for one in flight.read():
+                self._commit(one, verified)
+            self._blamed = []
+            for (drafted, accepted), count in verified.items():
+                self.stats.drafts.count(drafted, accepted, count)
             self.stats.steps += 1
 
         stats = self.stats
@@ -272,43 +344,50 @@ class Engine:
         stats.forward_s += spent.forward
         stats.verify_s += spent.verify
         stats.other_s += time.perf_counter() - start - sum(spent)
-        return events
 
     def _admit(self, sequence: Sequence) -> None:
         sequence.admitted_at = sequence.admitted_at or time.perf_counter()
         self.stats.cached_tokens += sequence.computed
         self._step.admit(sequence)
 
-    def _commit(self, one: Committed, verified: dict[tuple[int, int], int]) -> Event | None:
+    def _commit(self, one: Committed, verified: dict[tuple[int, int], int]) -> None:
         """Cut the block where the request ends; count, publish and report what is left of it. verified: how many rows of
         the step had so many tokens drafted, and so many accepted."""
         row, stats = one.row, self.stats
         sequence = row.sequence
-        if row.turn != sequence.turn:
-            return None
+        if row.stale:
+            return
+        self._committing = sequence  # whose request an exception belongs to from here on
         if not row.samples:
             self.scheduler.commit(row, [])
             stats.prompt_tokens += row.pending
-            return None
-        request, tokens, reason = sequence.request, one.tokens, None
+            self._committing = None
+            return
+        request, tokens, reason, error = sequence.request, one.tokens, None, None
         stream = self._texts[request.id]
         if stream.without and len(sequence.ids) + len(tokens) < sequence.limit and sequence.stops.isdisjoint(tokens):
             text = stream.pass_on(tokens)  # nothing in the block can end the request
         else:
             tokens, text, reason = self._cut(sequence, stream, tokens)
+        if one.broken and reason is None:
+            reason, text = "error", text + stream.finish()
+            at = len(sequence.ids) + len(tokens)
+            error = f"the logits for the token at position {at} hold a NaN or are infinite: the weights or the dtype are broken"
         first = len(sequence.ids) == sequence.prompt
         self.scheduler.commit(row, tokens)
         if first or row.pending > 1:
             stats.prompt_tokens += row.pending if first else row.pending - 1
         stats.output_tokens += len(tokens)
         if not first or one.drafted:  # the step that ends a prompt verifies nothing
-            accepted = min(len(one.tokens) - 1, len(tokens)) if one.drafted else 0
+            accepted = min(one.accepted, len(tokens))
             sequence.stats.count(one.drafted, accepted)
             verified[one.drafted, accepted] += 1
-        if reason is not None:
-            self._end(sequence)
         logprobs = tuple(one.logprobs[: len(tokens)]) if one.logprobs else ()
-        return Event(request.id, tuple(tokens), text, logprobs, reason)
+        self._events.append(Event(request.id, tuple(tokens), text, logprobs, reason, error))
+        self._committing = None
+        if reason is not None:
+            self._forget(request.id)
+            self._leave(sequence)
 
     @staticmethod
     def _cut(sequence: Sequence, stream: TextStream, tokens: list[int]) -> tuple[list[int], str, FinishReason | None]:
@@ -326,8 +405,13 @@ class Engine:
                 return tokens[: i + 1], text + stream.finish(), "length"
         return tokens, text, None
 
-    def _end(self, sequence: Sequence) -> None:
+    def _forget(self, request_id: str) -> None:
+        """The request is not under way any more."""
+        self._live.pop(request_id, None)
+        self._texts.pop(request_id, None)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Free what an ended request holds."""
         slot = self.scheduler.finish(sequence)
-        del self._live[sequence.request.id], self._texts[sequence.request.id]
         if slot >= 0:
             self._step.release(sequence, slot, finished=True)

@@ -64,14 +64,16 @@ class FixedFlight:
     def read(self) -> Iterator[Committed]:
         self._arrived()
         for row in self._silent:
-            yield Committed(row, [], 0, [])
+            yield Committed(row, [], 0, 0, [])
         for rows, report in self._parts:
             columns = report.counts.t().tolist()
-            for i, (row, tokens, count, drafted, found) in enumerate(zip(rows, report.tokens.tolist(), *columns, strict=False)):
+            for i, (row, tokens, count, drafted, accepted, broken, found) in enumerate(
+                zip(rows, report.tokens.tolist(), *columns, strict=False)
+            ):
                 if self._drafts:
-                    row.sequence.chances.learn(drafted, count - 1, found)
+                    row.sequence.chances.learn(drafted, accepted, found)
                 noted = self._logprobs(row, report, i, count) if report.noted is not None else []
-                yield Committed(row, tokens[:count], drafted, noted)
+                yield Committed(row, tokens[:count], drafted, accepted, noted, broken > 0)
 
     @staticmethod
     def _logprobs(row: PlanRow, report: Report, i: int, count: int) -> list[Logprob]:
@@ -136,6 +138,15 @@ class FixedStep:
         if self._drafter is not None:
             self._drafter.release(slot, finished)
 
+    def restart(self) -> None:
+        """All slots are free, whatever state they are in."""
+        self._changes = {}
+        self._last = ([], (GREEDY, -1))
+        self._decoding = Decoding([], 0, [], [], [], (GREEDY, -1), ())
+        self.body.lives.alive.fill_(False)
+        if self._drafter is not None:
+            self._drafter.restart()
+
     def _settle(self) -> None:
         """Write who has come and gone since the last launch. Only the last change of a slot counts: nothing ran in between."""
         if not self._changes:
@@ -198,12 +209,15 @@ class FixedStep:
             _, lines, slot, k, chances, asked, shared = self._decoding
             # what is known of the rows is a step old
             most, cost = k[: len(decoding)], partial(self._cost, lines)
-            width, drafts, shares = self.policy.step_shape(self.widths, shared, chances, most, cost)
+            width, drafts, shares = self.policy.shape(self.widths, shared, chances, most, cost)
             k = shares + k[len(decoding) :]
             parts.append((decoding, self._receive(self._run(Key(lines, width, *asked, drafts), slot, k))))
         if prompts:  # the last report is on its way down: graphs share their memory
             parts.append(self._prefill(prompts))
         silent = [row for row in prompts if not row.samples]
+        resumed = [row.sequence.slot for row in silent if row.sequence.resumes(row)]
+        if resumed and self.body.drafter is not None:
+            self.body.draft(send_integers(resumed, self.device))
         times = Times(0.0, time.perf_counter() - start, 0.0)
         return FixedFlight(parts, silent, mark(self.device), times, self.width > 0)
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import Tensor
 
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.body import Body, Key, PromptKey
+from forerun.engine.body import NEXT_DRAFT, Body, Key, PromptKey
 from forerun.kernels import Batch, cuda_sampling, cuda_step
 from forerun.kernels.cuda import CudaKernels
 from forerun.types import Draft, Verdict
@@ -77,5 +77,5 @@ class FusedBody(Body):
         else:
             counts = cuda_step.commit(self._pool, slot, tokens, draft.size, self._pdl)
         if self.drafter is not None:
-            counts[:, 2] = self._propose(slot)
+            counts[:, NEXT_DRAFT] = self._propose(slot)
         return counts

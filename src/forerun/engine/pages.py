@@ -27,12 +27,16 @@ class Pages:
     def __init__(self, count: int, block_size: int, caching: bool = True) -> None:
         """count: usable pages, numbered 1 .. count."""
         self.count, self.block_size, self.caching = count, block_size, caching
-        self._holders = [0] * (count + 1)
-        self._blank: list[int] = list(range(count, 0, -1))  # free, holding nothing of use
+        self._serial = ROOT
+        self.restart()
+
+    def restart(self) -> None:
+        """All pages are free and nothing is published, whatever was before."""
+        self._holders = [0] * (self.count + 1)
+        self._blank: list[int] = list(range(self.count, 0, -1))  # free, holding nothing of use
         self._idle: OrderedDict[int, None] = OrderedDict()  # free but published, least recently used first
         self._found: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> page, serial
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}  # page -> its key
-        self._serial = ROOT
 
     @property
     def free(self) -> int:

@@ -83,7 +83,9 @@ def step_widths(k: int) -> tuple[int, ...]:
 
 
 class Policy:
-    def __init__(self, speculation: Speculation | None) -> None:
+    def __init__(self, speculation: Speculation | None, adaptive: bool = True) -> None:
+        """adaptive: draft no more than pays; else always as much as may be drafted."""
+        self.adaptive = adaptive
         self.costs: Costs | None = None  # set once they are measured; until then drafts are as long as they may be
         self._k = speculation.num_speculative_tokens if speculation else 0
         self._schedule = speculation.num_speculative_tokens_per_batch_size if speculation else None
@@ -128,6 +130,15 @@ class Policy:
         for _, row in drafts:
             shares[row] += 1
         return shares
+
+    def shape(
+        self, widths: Sequence[int], shared: Sequence[int], rows: Sequence[Chances], most: Sequence[int],
+        cost: Callable[[int, int | None], float | None],
+    ) -> tuple[int, int | None, list[int]]:
+        """As step_shape where drafts are no longer than pays; else the smallest width that leaves nothing out."""
+        if self.adaptive:
+            return self.step_shape(widths, shared, rows, most, cost)
+        return next(width for width in widths if width >= max(most)), None, list(most)
 
     @classmethod
     def step_shape(

@@ -6,12 +6,16 @@ pages, and sends sequences back to wait when pages run out. Knows no torch; what
 
 The next step may be planned before the last one was read (on CUDA it is): a step is `launch`ed, which takes its pending
 tokens as computed, and later `commit`ted. In between its rows are in flight: they will have committed 1 .. k + 1 tokens
-that the host has not seen, and plans count with the most.
+that the host has not seen, and plans count with the most. A step in flight may turn out to have done nothing for a row, since
+the row had ended on the device. So the prefix cache gets only what steps that were read have computed (`settled`).
+
+After a step that failed its sequences are `suspects`: until each of them has committed a token, steps hold one of them alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,10 +28,11 @@ from forerun.types import Request
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request under way. prompt, limit: how long its prompt is, and what it may be at most; stops: the ids that end it;
-    turn: how often it left a slot; flying: steps in flight that commit tokens for it; ahead: the most they commit. serial
-    and published belong to the prefix cache: its last published page and how many; laid: how many of its pages stand in the
-    slot's block table; row: its part in the last step in which it decoded; admitted_at: when it first got a slot
-    (perf_counter seconds)."""
+    turn: how often it left a slot; flying: steps in flight that commit tokens for it; ahead: the most they commit.
+    computed: positions whose keys and values are computed once all launched steps are through; settled: those computed by steps
+    that were read. serial and published belong to the prefix cache: its last published page and how many; laid: how many of
+    its pages stand in the slot's block table; row: its part in the last step in which it decoded; admitted_at: when it first
+    got a slot (perf_counter seconds)."""
 
     request: Request
     ids: list[int]
@@ -35,6 +40,7 @@ class Sequence:
     limit: int = field(init=False)
     stops: frozenset[int] = field(init=False)
     computed: int = 0
+    settled: int = 0
     slot: int = -1
     turn: int = 0
     flying: int = 0
@@ -70,7 +76,27 @@ class Sequence:
     @property
     def longest(self) -> int:
         """How many tokens it may have by now."""
-        return len(self.ids) + self.ahead
+        return min(len(self.ids) + self.ahead, self.limit)
+
+    def chunk(self, most: int) -> int:
+        """How many pending tokens a step that takes at most so many computes. The last token of a sequence that has answered
+        before (it was preempted) waits for a decode step of its own: it is then drafted for as if it had never left."""
+        held = 1 if self.generated and self.pending > 1 else 0
+        return min(self.pending - held, most)
+
+    def resumes(self, row: PlanRow) -> bool:
+        """Whether the step of this row, which is not launched yet, computes all but the last token of a sequence that has
+        answered before."""
+        return bool(self.generated) and self.computed + row.pending == len(self.ids) - 1
+
+    def reset(self) -> None:
+        """It has no slot, no pages and nothing in flight; what it computed is forgotten."""
+        self.slot, self.pages, self.row = -1, [], None
+        self.computed = self.settled = self.published = self.laid = 0
+        self.flying = self.ahead = 0  # what is in flight is not read: the same tokens will come again
+        self.chances.found = None
+        self.serial = ROOT
+        self.turn += 1
 
 
 @dataclass(slots=True)
@@ -114,14 +140,28 @@ def new_pages(rows: list[PlanRow]) -> list[tuple[int, int, int]]:
 
 class Scheduler:
     def __init__(
-        self, pages: Pages, policy: Policy, slots: int, budget: int, beyond: int = 0, widest: int | None = None
+        self,
+        pages: Pages,
+        policy: Policy,
+        slots: int,
+        budget: int,
+        beyond: int = 0,
+        widest: int | None = None,
+        behind: int = 0,
+        whole: bool = False,
     ) -> None:
-        """slots: sequences at once; budget: tokens of a step, drafts included (at least `slots`); beyond: tokens past a step's
-        own for which its drafter wants pages, if there are any; widest: pages that a block table holds."""
+        """slots: sequences at once; budget: tokens of a step, drafts included (at least `slots`, with `whole` at least what so
+        many rows with full drafts take); beyond: tokens past a step's own for which its drafter wants pages, if there are any;
+        widest: pages that a block table holds; behind: how many of a sequence's last computed positions its drafter may lack
+        keys and values of, if that has any in the same pages; whole: the length of a draft depends on its request alone, so
+        that drafts have pages made for them as committed tokens have."""
         self.pages, self.policy, self.budget, self.beyond = pages, policy, budget, beyond
         self.widest = widest or pages.count
+        self.behind, self.whole = behind, whole
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.suspects: deque[Sequence] = deque()
+        self._count = slots
         self._slots = list(range(slots - 1, -1, -1))
 
     def add(self, request: Request) -> Sequence:
@@ -132,11 +172,15 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next step. Every decoding row gets its one token; then prompts get at least half of what is left of the
         budget, so that drafts cannot starve them; then drafts; what drafts leave goes to prompts too. Drafts never
-        preempt: they take what pages are free."""
+        preempt, unless they have to be whole: they take what pages are free."""
         size, beyond = self.pages.block_size, self.beyond
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
-        short: list[Sequence] = []  # of pages
+        short: list[tuple[Sequence, int]] = []  # of pages
+        preempted: list[tuple[Sequence, int]] = []
+        if self.suspects:  # the first of them alone
+            for s in [s for s in self.running if s is not self.suspects[0]]:
+                self._preempt(s, preempted)
         for s in self.running:
             known = len(s.ids) + s.flying
             if known - s.computed > 1:
@@ -144,23 +188,27 @@ class Scheduler:
             elif known < s.limit:  # else it is sure to have ended
                 decoding.append(s)
                 if len(s.ids) + s.ahead > len(s.pages) * size:
-                    short.append(s)
-        preempted: list[tuple[Sequence, int]] = []
-        for sequence in short:
-            self._make_room(sequence, sequence.longest, preempted)
+                    short.append((s, 0))
+        most = self._most(decoding)
+        for s, k in zip(decoding, most, strict=True) if self.whole else short:
+            self._make_room(s, min(s.longest + k, s.limit), preempted)
         if preempted:
+            most = [k for s, k in zip(decoding, most, strict=True) if s.slot >= 0]
             decoding = [s for s in decoding if s.slot >= 0]
             prefilling = [s for s in prefilling if s.slot >= 0]
 
         left = self.budget - len(decoding)
         prompts = sum(s.pending for s in prefilling) + (sum(s.pending for s in self.waiting) if self._slots else 0)
-        for_drafts = left - min(prompts, (left + 1) // 2)
+        for_drafts = left if self.whole else left - min(prompts, (left + 1) // 2)
 
         rows: list[PlanRow] = []
-        for sequence, k in zip(decoding, self._shares(decoding, self.budget - for_drafts), strict=True):
+        chances = [s.chances for s in decoding]
+        shares = most if self.whole else self.policy.share_out(most, chances, self.budget - for_drafts)
+        for sequence, k in zip(decoding, shares, strict=True):
             k = k if k <= for_drafts else for_drafts
             if len(sequence.ids) + sequence.ahead + k + beyond > len(sequence.pages) * size:
-                k = min(k, self._grow(sequence, sequence.longest, k + beyond))
+                room = self._grow(sequence, sequence.longest, k + beyond)
+                k = k if self.whole else min(k, room)
             for_drafts -= k
             left -= k
             row = sequence.row
@@ -171,7 +219,7 @@ class Scheduler:
         for sequence in prefilling:
             if sequence.slot < 0 or left == 0:
                 continue
-            chunk = min(sequence.pending, left)
+            chunk = sequence.chunk(left)
             self._make_room(sequence, sequence.computed + chunk, preempted)
             if sequence.slot < 0:
                 continue
@@ -183,33 +231,36 @@ class Scheduler:
             return Plan([row for row in rows if not row.stale], [], preempted)
         return Plan(rows, self._admit(left, rows), preempted)
 
-    def _shares(self, decoding: list[Sequence], positions: int) -> list[int]:
-        """How many tokens each of these rows is to draft, in a step of so many positions without any draft."""
+    def _most(self, decoding: list[Sequence]) -> list[int]:
+        """How many tokens each of these rows may draft: none before its first token, and one less than it may still take,
+        since a step commits a token behind the drafts."""
         width = self.policy.width(len(self.running))
         if width == 0:
             return [0] * len(decoding)
-        rooms = [s.limit - len(s.ids) - s.flying - 1 for s in decoding]  # a step commits a token behind the drafts
-        most = [width if room > width else room for room in rooms]
-        return self.policy.share_out(most, [s.chances for s in decoding], positions)
+        rooms = [s.limit - len(s.ids) - s.flying - 1 if len(s.ids) + s.flying > s.prompt else 0 for s in decoding]
+        return [width if room > width else room for room in rooms]
 
     def _admit(self, left: int, rows: list[PlanRow]) -> list[Sequence]:
         admitted = []
         while self.waiting and self._slots and left > 0:
-            sequence = self.waiting[0]
-            prefix = self.pages.match(sequence.ids)
+            sequence = self.suspects[0] if self.suspects else self.waiting[0]
+            if sequence.slot >= 0:
+                break  # a suspect runs alone
+            # one that has answered leaves two tokens to compute, see Sequence.chunk
+            prefix = self.pages.match(sequence.ids[:-1] if sequence.generated else sequence.ids)
             self.pages.hold(prefix.pages)  # before counting: idle pages that are held are no longer free
             wanted = self.pages.needed(len(sequence.ids)) - len(prefix.pages)
             if wanted > self.pages.free:
                 self.pages.release(prefix.pages)
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             sequence.slot = self._slots.pop()
             sequence.pages = prefix.pages + self.pages.allocate(wanted)
             sequence.serial, sequence.published = prefix.serial, len(prefix.pages)
-            sequence.computed = len(prefix.pages) * self.pages.block_size
+            sequence.computed = sequence.settled = len(prefix.pages) * self.pages.block_size
             self.running.append(sequence)
             admitted.append(sequence)
-            chunk = min(sequence.pending, left)
+            chunk = sequence.chunk(left)
             left -= chunk
             self._grow(sequence, len(sequence.ids), self.beyond)
             rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.turn))
@@ -230,12 +281,12 @@ class Scheduler:
                 if wanted > 0:
                     sequence.pages += self.pages.allocate(wanted)
                 return
-            last = self.running[-1]
-            preempted.append((last, last.slot))
-            self._leave(last)
-            last.computed, last.serial, last.published = 0, ROOT, 0
-            last.flying = last.ahead = 0  # what is in flight is not read: the same tokens will come again
-            self.waiting.appendleft(last)
+            self._preempt(self.running[-1], preempted)
+
+    def _preempt(self, sequence: Sequence, preempted: list[tuple[Sequence, int]]) -> None:
+        preempted.append((sequence, sequence.slot))
+        self._leave(sequence)
+        self.waiting.appendleft(sequence)
 
     @staticmethod
     def launch(rows: list[PlanRow]) -> None:
@@ -251,13 +302,17 @@ class Scheduler:
         """The row's step committed these tokens (none while its prompt is not through).
         Rejecting is not advancing: keys and values of rejected drafts lie past `computed` and get overwritten."""
         sequence = row.sequence
+        sequence.settled += row.pending
         if row.samples:
             sequence.flying -= 1
             sequence.ahead -= row.k + 1
             sequence.computed += len(tokens) - 1  # the accepted drafts
+            sequence.settled += len(tokens) - 1
             sequence.ids += tokens
-        size = self.pages.block_size
-        while (end := (sequence.published + 1) * size) <= sequence.computed and end <= len(sequence.ids):
+            if self.suspects and self.suspects[0] is sequence:
+                self.suspects.popleft()
+        size, complete = self.pages.block_size, sequence.settled - self.behind
+        while (end := (sequence.published + 1) * size) <= complete:
             begin = end - size
             page = sequence.pages[sequence.published]
             sequence.serial = self.pages.publish(page, sequence.serial, sequence.ids[begin:end])
@@ -265,16 +320,29 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> int:
         """It ended or was aborted, wherever it is; returns the slot it leaves, -1 if it had none."""
-        if sequence.slot < 0:
-            self.waiting.remove(sequence)
-            return -1
+        if sequence in self.suspects:
+            self.suspects.remove(sequence)
         slot = sequence.slot
-        self._leave(sequence)
+        if slot < 0:
+            self.waiting.remove(sequence)
+        else:
+            self._leave(sequence)
         return slot
+
+    def restart(self, live: Iterable[Sequence], suspects: Iterable[Sequence]) -> None:
+        """Forget all pages and slots, whatever state they are in: these sequences wait, in this order, the suspects among them
+        in front."""
+        self.pages.restart()
+        self._slots = list(range(self._count - 1, -1, -1))
+        self.running = []
+        self.suspects = deque(suspects)
+        rest = [s for s in live if s not in self.suspects]
+        self.waiting = deque([*self.suspects, *rest])
+        for sequence in self.waiting:
+            sequence.reset()
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
         self.pages.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.row = -1, [], None
-        sequence.turn += 1
+        sequence.reset()

@@ -20,20 +20,22 @@ from forerun.engine.slots import Slots
 from forerun.kernels import Batch
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Draft, Logprob, Verdict
-from forerun.verify import noise
-from forerun.verify.accept import accept_block, accept_matching, accept_ratio
-from forerun.verify.sampling import SamplingState, logprobs
+from forerun.verify.accept import accept_block, accept_drawn, accept_matching, accept_ratio
+from forerun.verify.sampling import BROKEN, SamplingState, logprobs
 
 
 @dataclass(slots=True)
 class Committed:
-    """What a step did to one row: tokens committed (none in the middle of a prompt), how many were drafted for it, and
-    the tokens' logprobs if the request asked for them."""
+    """What a step did to one row: tokens committed (none in the middle of a prompt), how many were drafted for it and how many
+    of these accepted, and the tokens' logprobs if the request asked for them. broken: behind these tokens no token can be
+    chosen, since the logits are not finite."""
 
     row: PlanRow
     tokens: list[int]
     drafted: int
+    accepted: int
     logprobs: list[Logprob]
+    broken: bool = False
 
 
 class Times(NamedTuple):
@@ -82,11 +84,23 @@ class RaggedStep:
     lag = 0
 
     def __init__(
-        self, target: Target, kv: KVCache, slots: Slots, sampling: SamplingState, drafter: Drafter | None, block: bool
+        self,
+        target: Target,
+        kv: KVCache,
+        slots: Slots,
+        sampling: SamplingState,
+        drafter: Drafter | None,
+        drawn: bool,
+        block: bool,
     ) -> None:
-        """block: block verification for drafts with probabilities."""
+        """drawn: drafts come with the probabilities that they were drawn from; block: block verification for them."""
         self.target, self.kv, self.slots, self.sampling, self.drafter = target, kv, slots, sampling, drafter
-        self._accept = accept_block if block else accept_ratio
+        self._drawn, self._accept = drawn, accept_block if block else accept_ratio
+
+    def restart(self) -> None:
+        """All slots are free, whatever state they are in."""
+        if self.drafter is not None:
+            self.drafter.restart()
 
     def admit(self, sequence: Sequence) -> None:
         self.slots.set(sequence.slot, sequence.ids)
@@ -119,7 +133,7 @@ class RaggedStep:
         logits = self.target.forward(layout.batch, self.kv).logits  # [N,V]
         computed = time.perf_counter()
 
-        committed = [Committed(row, [], 0, []) for row in plan.rows if not row.samples]
+        committed = [Committed(row, [], 0, 0, []) for row in plan.rows if not row.samples]
         if sampling_rows:
             verdict = self._verify(logits, layout, draft, rows)
             self.slots.commit(rows.slot, verdict.tokens, verdict.count)
@@ -171,17 +185,16 @@ class RaggedStep:
         rows, width = draft.tokens.shape
         features = self.sampling.features(set(layout.slot.tolist()))
         shaped = self.sampling.shape(logits, layout.slot, layout.position, features, layout.longest)
-        if draft.probs is None:
+        if not self._drawn:
             choice = logits.new_zeros(rows * (width + 1), dtype=torch.int64)
             choice[layout.cell] = self.sampling.choose(shaped, layout.slot, layout.position, features)
             return accept_matching(choice.view(rows, width + 1), draft)
         target = logits.new_zeros(rows * (width + 1), logits.shape[1])
         target[layout.cell] = self.sampling.probs(shaped, layout.slot, features)
-        # keyed by where the block starts: a rejected position is drafted again, and its first draft's noise is spent
+        broken = torch.zeros(rows * (width + 1), dtype=torch.bool, device=logits.device)
+        broken[layout.cell] = self.sampling.broken(shaped)
         seed, start = self.sampling.seed[on.slot], self.slots.length[on.slot]
-        accept = noise.block_noise(seed, start, width, noise.ACCEPT)
-        redraw = noise.block_noise(seed, start, width + 1, noise.REDRAW)
-        return self._accept(target.view(rows, width + 1, -1), draft, accept, redraw)
+        return accept_drawn(self._accept, target.view(rows, width + 1, -1), broken.view(rows, -1), draft, seed, start)
 
     def _read(self, rows: list[PlanRow], draft: Draft, verdict: Verdict, logits: Tensor) -> list[Committed]:
         """The verdict on the host, with logprobs where they were asked for."""
@@ -189,17 +202,20 @@ class RaggedStep:
         committed, at = [], 0
         for i, (row, tokens) in enumerate(zip(rows, verdict.tokens.tolist(), strict=True)):
             tokens = tokens[: count[i]]
+            broken = tokens[-1] == BROKEN
+            if broken:
+                tokens.pop()
             top = row.sequence.request.params.logprobs
             noted: list[Logprob] = []
-            if top is not None:
-                chosen, ids, values = logprobs(logits[at : at + count[i]], verdict.tokens[i, : count[i]], top)
+            if top is not None and tokens:
+                chosen, ids, values = logprobs(logits[at : at + len(tokens)], verdict.tokens[i, : len(tokens)], top)
                 noted = [
                     Logprob(token, value, tuple(zip(top_ids, top_values, strict=True)))
                     for token, value, top_ids, top_values in zip(
                         tokens, chosen.tolist(), ids.tolist(), values.tolist(), strict=True
                     )
                 ]
-            committed.append(Committed(row, tokens, size[i], noted))
+            committed.append(Committed(row, tokens, size[i], count[i] - 1, noted, broken))
             row.sequence.chances.learn(size[i], count[i] - 1, None)
             at += size[i] + 1
         return committed

@@ -25,6 +25,7 @@ from forerun.kernels.cuda_cuts import FEW_TOKENS, choose, fitting
 from forerun.kernels.cuda_prefill import attend_ragged
 from forerun.kernels.cuda_products import AFTER_WAIT, AT_ONCE, Tiles, launch, launch_options, power_of_two
 from forerun.types import require
+from forerun.verify.sampling import BROKEN
 
 
 @cache
@@ -111,14 +112,15 @@ class CudaKernels:
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """The index of each row's largest logit, of equals the first.  [N,V] -> [N] int64"""
+        """The index of each row's largest logit, of equals the first; BROKEN where it is not finite.  [N,V] -> [N] int64"""
         total, v = logits.shape
         blocks = triton.cdiv(v, 4096)
         tops = logits.new_empty(total, blocks, dtype=torch.float32)
         firsts = logits.new_empty(total, blocks, dtype=torch.int32)
         products.block_best_kernel[(total, blocks)](logits, tops, firsts, v, 4096, self.pdl, **launch_options(4, self.pdl))
         out = firsts.new_empty(total, dtype=torch.int64)
-        products.best_kernel[(total,)](tops, firsts, out, blocks, power_of_two(blocks), self.pdl, **launch_options(4, self.pdl))
+        options = launch_options(4, self.pdl)
+        products.best_kernel[(total,)](tops, firsts, out, blocks, power_of_two(blocks), BROKEN, self.pdl, **options)
         return out
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:

@@ -272,23 +272,29 @@ def loop_kernel(
 
 
 @triton.jit
-def best_kernel(tops, firsts, out, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """The largest of a row's block maxima, and of equals the first."""
+def best_kernel(
+    tops, firsts, out, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BROKEN: tl.constexpr, PDL: tl.constexpr
+):
+    """The largest of a row's block maxima, and of equals the first; BROKEN if it is not finite."""
     row = tl.program_id(0)
     b = tl.arange(0, WIDTH)
     wait(PDL)
     top = tl.load(tops + row * BLOCKS + b, mask=b < BLOCKS, other=float("-inf"))
     first = tl.load(firsts + row * BLOCKS + b, mask=b < BLOCKS, other=2147483647)
-    tl.store(out + row, tl.min(tl.where(top == tl.max(top, 0), first, 2147483647), 0).to(tl.int64))
+    highest = tl.max(top, 0)
+    best = tl.min(tl.where(top == highest, first, 2147483647), 0)
+    finite = (highest > float("-inf")) & (highest < float("inf"))
+    tl.store(out + row, tl.where(finite, best, BROKEN).to(tl.int64))
 
 
 @triton.jit
 def block_best_kernel(logits, tops, firsts, V, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """The largest of WIDTH logits of a row, and of equals the first."""
+    """The largest of WIDTH logits of a row, a NaN as an infinite one, and of equals the first."""
     row, block = tl.program_id(0), tl.program_id(1)
     v = block * WIDTH + tl.arange(0, WIDTH)
     wait(PDL)
     x = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
+    x = tl.where(x != x, float("inf"), x)
     top = tl.max(x, 0)
     tl.store(tops + row * tl.num_programs(1) + block, top)
     tl.store(firsts + row * tl.num_programs(1) + block, tl.min(tl.where(x == top, v, 2147483647), 0))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from forerun.kernels.cuda_products import launch_options, power_of_two, wait
 from forerun.verify.noise import CHOOSE
+from forerun.verify.sampling import BROKEN
 
 DRAW_BLOCK = 2048  # logits that a program adds up; a draw rounds alike in every batch only if this never changes
 FLOOR_BLOCK = 8192  # logits that a floor's program looks at together; with so many warps they just fit its registers
@@ -191,8 +192,8 @@ def block_mass_kernel(
 @triton.jit(do_not_specialize=["PER"])
 def draw_kernel(
     logits, temperatures, slots, seeds, positions, noise, floors, tops, firsts, masses, out, V, PER, BLOCKS: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr, NOISE: tl.constexpr, FLOOR: tl.constexpr, PURPOSE: tl.constexpr,
-    PDL: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, BROKEN: tl.constexpr, NOISE: tl.constexpr, FLOOR: tl.constexpr,
+    PURPOSE: tl.constexpr, PDL: tl.constexpr,
 ):
     """The token of a row: find the block in which the sums pass u times their total, then the token in it."""
     row = tl.program_id(0).to(tl.int64)
@@ -207,6 +208,8 @@ def draw_kernel(
     first = tl.load(firsts + row * BLOCKS + b, mask=b < BLOCKS, other=2147483647)
     highest = tl.max(top, 0)
     choice = tl.min(tl.where(top == highest, first, 2147483647), 0)
+    if (highest == float("-inf")) | (highest == float("inf")):  # _row has made an infinity of a NaN
+        choice = tl.full((), BROKEN, tl.int32)
     if (temperature > 0) & (highest > float("-inf")) & (highest < float("inf")):
         scale = tl.exp((top - highest) / temperature).to(tl.float64)
         mass = tl.load(masses + row * BLOCKS + b, mask=b < BLOCKS, other=0.0) * scale
@@ -244,8 +247,8 @@ def floors(logits: Tensor, by: Filters, pdl: int = 0) -> Tensor:
 
 
 def draw_tempered(logits: Tensor, temperature: Tensor, u: Tensor, pdl: int = 0) -> Tensor:
-    """A token of softmax(logits / temperature) by inverse CDF, the argmax where the temperature is 0 or the largest logit is
-    not finite (a NaN counts as the largest). logits: [N,V] float32; temperature, u: [N] float64 -> [N] int64
+    """A token of softmax(logits / temperature) by inverse CDF, the argmax where the temperature is 0, BROKEN where the largest
+    logit is not finite (a NaN counts as the largest). logits: [N,V] float32; temperature, u: [N] float64 -> [N] int64
 
     The rule is noise.draw's: the first token whose cumulative sum exceeds u times the total. The sums are of blocks first,
     in float64, so a u at the very edge between two tokens may fall the other way than there."""
@@ -292,6 +295,6 @@ def _draw(
     draw_kernel[(total,)](
         logits, temperature, slots, dummy if seed is None else seed, dummy if positions is None else positions,
         dummy if u is None else u, least, tops, firsts, masses, out, vocab, per, blocks, power_of_two(blocks), DRAW_BLOCK,
-        noise, kept is not None, CHOOSE, pdl, **launch_options(8, pdl),
+        BROKEN, noise, kept is not None, CHOOSE, pdl, **launch_options(8, pdl),
     )
     return out

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.kernels.cuda_products import launch_options, power_of_two, wait
+from forerun.verify.sampling import BROKEN
 
 TABLE_RUN = 1024  # entries of a block table that one program copies
 SCAN = 1024  # positions that the look-up compares at a time
@@ -203,8 +204,8 @@ def _look_up(
 @triton.jit(do_not_specialize=["W", "L", "K", "VOCAB"])
 def commit_kernel(
     block, given, size, slots, tokens, length, limit, alive, stop_ids, draft, draft_size, counts, W, L, K, VOCAB,
-    LANES: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr, GIVEN: tl.constexpr, FIND: tl.constexpr,
-    MIN_N: tl.constexpr, MAX_N: tl.constexpr, SCAN: tl.constexpr, UNROLLED: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr, BROKEN: tl.constexpr, GIVEN: tl.constexpr,
+    FIND: tl.constexpr, MIN_N: tl.constexpr, MAX_N: tl.constexpr, SCAN: tl.constexpr, UNROLLED: tl.constexpr, PDL: tl.constexpr,
 ):
     """One row: accept (GIVEN: how many are accepted is known), cut, append; with FIND draft what follows."""
     row = tl.program_id(0).to(tl.int64)
@@ -222,25 +223,28 @@ def commit_kernel(
         accepted = tl.load(given + row).to(tl.int32)
     else:
         accepted = tl.min(tl.where((chosen == drafted) & (i < cut), LANES, i), 0) + 1
-    ends = tl.max((chosen[:, None] == stops[None, :]).to(tl.int32), 1) > 0
-    first = tl.min(tl.where(ends, i, LANES), 0)  # the first stop; past what is accepted it cuts nothing
+    ends = (tl.max((chosen[:, None] == stops[None, :]).to(tl.int32), 1) > 0) | (chosen == BROKEN)
+    first = tl.min(tl.where(ends & (i < accepted), i, LANES), 0)  # where it ends within what is accepted
     room = tl.where(live, most - n, 0)
-    count = tl.maximum(tl.minimum(tl.minimum(accepted, first + 1).to(tl.int64), room), 0)
+    broken = tl.max(((i == first) & (chosen == BROKEN) & (first < room)).to(tl.int32), 0)
+    count = tl.maximum(tl.minimum((tl.minimum(accepted, first + 1) - broken).to(tl.int64), room), 0)
     n += count
-    goes_on = live & (first >= count) & (n < most)
+    goes_on = live & (first == LANES) & (n < most)
     tl.debug_barrier()  # every warp has read the row's state before one of them writes it
     tl.store(tokens + slot * L + n - count + i, chosen, mask=live & (i <= W) & (n - count + i < L))
     tl.store(length + slot, n, mask=live)
     tl.store(alive + slot, goes_on, mask=live)
-    tl.store(counts + row * 3, count)
-    tl.store(counts + row * 3 + 1, tl.where(live, cut, 0))
+    tl.store(counts + row * 5, count)
+    tl.store(counts + row * 5 + 1, tl.where(live, cut, 0))
+    tl.store(counts + row * 5 + 2, tl.minimum((accepted - 1).to(tl.int64), count))
+    tl.store(counts + row * 5 + 3, broken.to(tl.int64))
     if FIND:
         tl.debug_barrier()  # every thread's part of the block is stored before any of them reads the text
         own = (tokens + slot * L, tl.where(goes_on, n, 0).to(tl.int32), draft + slot * K, draft_size + slot)
         found = _look_up(own[0], own[1], own[2], own[3], K, VOCAB, KP, MIN_N, MAX_N, SCAN, UNROLLED)
-        tl.store(counts + row * 3 + 2, found.to(tl.int64))
+        tl.store(counts + row * 5 + 4, found.to(tl.int64))
     else:
-        tl.store(counts + row * 3 + 2, tl.zeros((), tl.int64))
+        tl.store(counts + row * 5 + 4, tl.zeros((), tl.int64))
 
 
 def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, pdl: int = 0) -> Prepared:
@@ -285,9 +289,9 @@ def prepare_shared(
 
 
 def commit(pool: Pool, slot: Tensor, choice: Tensor, size: Tensor, pdl: int = 0) -> Tensor:
-    """Accept the drafts that equal the target's choices, cut the block at a stop or the limit, append it. slot: [B];
-    choice: [B,W+1] int64, the block's tokens too; size: [B] int64, from prepare -> counts [B,3] int64: committed, drafted
-    and 0."""
+    """Accept the drafts that equal the target's choices, cut the block at a stop, the limit or a BROKEN token, append it.
+    slot: [B]; choice: [B,W+1] int64, the block's tokens too; size: [B] int64, from prepare -> counts [B,5] int64: committed,
+    drafted, accepted, 1 where a BROKEN token has ended the row, and 0."""
     return _commit(pool, slot, choice, None, size, None, pdl)
 
 
@@ -300,8 +304,8 @@ def commit_and_draft(
     pool: Pool, slot: Tensor, choice: Tensor, size: Tensor, look_up: LookUp, pdl: int = 0
 ) -> Tensor:
     """`commit`, then the draft of the next step in one launch: up to K tokens that followed the longest suffix the first time
-    it occurred (drafters/ngram.py), none where the row is not alive -> counts [B,3] int64: committed, drafted and the size
-    of the next draft."""
+    it occurred (drafters/ngram.py), none where the row is not alive -> counts [B,5] int64: the same, and last the size of the
+    next draft."""
     return _commit(pool, slot, choice, None, size, look_up, pdl)
 
 
@@ -310,13 +314,13 @@ def _commit(
 ) -> Tensor:
     rows, lanes = block.shape
     stops, width = pool.stop_ids.shape[1], pool.draft.shape[1]
-    counts = slot.new_empty(rows, 3)
+    counts = slot.new_empty(rows, 5)
     find = look_up is not None and width > 0
     min_n, max_n, vocab = look_up if look_up is not None and find else LookUp(1, 1, 0)
     commit_kernel[(rows,)](
         block, size if given is None else given, size, slot, pool.tokens, pool.length, pool.limit, pool.alive, pool.stop_ids,
         pool.draft, pool.draft_size, counts, lanes - 1, pool.tokens.shape[1], width, vocab, power_of_two(lanes), stops,
-        power_of_two(stops), power_of_two(max(width, 1)), given is not None, find, min_n, max_n, SCAN, UNROLLED, pdl,
+        power_of_two(stops), power_of_two(max(width, 1)), BROKEN, given is not None, find, min_n, max_n, SCAN, UNROLLED, pdl,
         **launch_options(SCAN_WARPS if find else 1, pdl),
     )
     return counts

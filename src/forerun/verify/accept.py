@@ -1,17 +1,20 @@
 """The lossless acceptance rules: from a draft and what the target says at its k+1 positions to the tokens that are
 committed. Pure functions of tensors of fixed shape, with no read-back to the host, so that a CUDA graph may hold them.
-They know nothing of requests, sampling parameters or where randomness comes from.
+They know nothing of requests or sampling parameters.
 
 In every rule a row drafts its first `size` tokens; what lies past them is padding that is never looked at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from forerun.types import Draft, Verdict
-from forerun.verify.noise import draw
+from forerun.verify.noise import ACCEPT, REDRAW, block_noise, draw
+from forerun.verify.sampling import BROKEN
 
 
 def accept_matching(choice: Tensor, draft: Draft) -> Verdict:
@@ -25,6 +28,25 @@ def accept_matching(choice: Tensor, draft: Draft) -> Verdict:
     width = draft.tokens.shape[1]
     kept = _run((choice[:, :width] == draft.tokens) & _drafted(draft))
     return Verdict(choice, kept + 1)
+
+
+def accept_drawn(
+    rule: Callable[[Tensor, Draft, Tensor, Tensor], Verdict], target: Tensor, broken: Tensor, draft: Draft, seed: Tensor,
+    start: Tensor,
+) -> Verdict:
+    """What a rule for drafts with probabilities (accept_ratio, accept_block) makes of the drafts, with the noise of each row's
+    own seed. target: [B,K+1,V]; broken: [B,K+1] bool, where the target's logits are not finite: nothing is accepted there, and
+    the block ends with the token BROKEN; seed: [B]; start: [B], the index of the block's first token.
+
+    The noise is keyed by where the block starts, since a rejected position is drafted again and its first draft's noise
+    is spent. A row without a draft is a block of one token: how its token is drawn depends on nothing but its request.
+    """
+    width = draft.tokens.shape[1]
+    u_accept = block_noise(seed, start, width, ACCEPT)
+    u_redraw = block_noise(seed, start, width + 1, REDRAW)
+    verdict = rule(torch.where(broken[..., None], 0.0, target), draft, u_accept, u_redraw)
+    last = torch.arange(width + 1, device=target.device) == verdict.count[:, None] - 1
+    return verdict._replace(tokens=torch.where(last & broken, BROKEN, verdict.tokens))
 
 
 def accept_ratio(target: Tensor, draft: Draft, u_accept: Tensor, u_redraw: Tensor) -> Verdict:

@@ -23,6 +23,7 @@ from forerun.verify import filters
 from forerun.verify.noise import CHOOSE, draw, draw_row, signed, uniform
 
 BAN = -100.0  # a logit_bias this low bans the token
+BROKEN = -1  # in place of a token: the logits that it would be chosen from hold a NaN or an infinite largest value
 
 
 class Features(NamedTuple):
@@ -147,6 +148,7 @@ class SamplingState:
         """Write the request's entries in the tables of biases, bans and stops, and note what it uses. stops: those that
         min_tokens holds off."""
         self._unlist(slot)
+        self._listed.add(slot)  # first: should anything fail from here on, the entries are still found and cleared
         params, device = request.params, self.seed.device
         bias = {token: -math.inf if value <= BAN else value for token, value in (params.logit_bias or {}).items()}
         bias |= {sequence[0]: -math.inf for sequence in request.banned if len(sequence) == 1}
@@ -164,8 +166,8 @@ class SamplingState:
             width = self.banned.shape[2]
             rows = [[-1] * (width - len(sequence)) + list(sequence) for sequence in sequences]
             self.banned[slot, : len(rows)] = send(np.array(rows, dtype=np.int64), device)
-        if bias or stops or sequences:
-            self._listed.add(slot)
+        if not (bias or stops or sequences):
+            self._listed.remove(slot)
         sampled = params.temperature > 0
         top_p, top_k = sampled and params.top_p < 1, max(params.top_k, 0) if sampled else 0
         self._features[slot] = Features(
@@ -253,7 +255,7 @@ class SamplingState:
 
     def probs(self, shaped: Tensor, slot: Tensor, features: Features) -> Tensor:
         """The target's distribution after temperature, min_p, top_k and top_p; [N,V], [N] -> [N,V] float32. Greedy rows
-        are one-hot at the argmax, and so is a row whose logits are all -inf or hold a NaN."""
+        are one-hot at the argmax, and so is a row whose logits are `broken`."""
         best = torch.zeros_like(shaped).scatter_(1, shaped.argmax(-1, keepdim=True), 1.0)
         if not features.sampled:
             return best
@@ -263,7 +265,12 @@ class SamplingState:
         scaled = (shaped - top) / heat.to(shaped.dtype)  # largest 0: no temperature overflows
         if features.filtered:
             scaled = torch.where(shaped >= self._floor(shaped, slot, heat, features), scaled, -math.inf)
-        return torch.where((temperature > 0) & (top > -math.inf), scaled.softmax(-1), best)
+        return torch.where((temperature > 0) & top.isfinite(), scaled.softmax(-1), best)
+
+    @staticmethod
+    def broken(shaped: Tensor) -> Tensor:
+        """Whether no token can be chosen from logits: they hold a NaN, or the largest is infinite; [N,V] -> [N] bool."""
+        return ~shaped.amax(-1).isfinite()
 
     def _floor(self, shaped: Tensor, slot: Tensor, heat: Tensor, features: Features) -> Tensor:
         """The smallest logit that the filters leave each row, [N,1]."""
@@ -276,26 +283,29 @@ class SamplingState:
 
     def choose(self, shaped: Tensor, slot: Tensor, position: Tensor, features: Features) -> Tensor:
         """The target's own token at each position; [N,V], [N], [N] -> [N] int64: the argmax for greedy rows, else drawn from
-        `probs` with the noise (seed, position, CHOOSE)."""
+        `probs` with the noise (seed, position, CHOOSE); BROKEN where the logits are."""
         if self.host:
             return self._choose_on_host(shaped, slot, position, features)
-        if not features.sampled:
-            return shaped.argmax(-1)
-        return draw(self.probs(shaped, slot, features), self.uniform(slot, position, CHOOSE))
+        if features.sampled:
+            choice = draw(self.probs(shaped, slot, features), self.uniform(slot, position, CHOOSE))
+        else:
+            choice = shaped.argmax(-1)
+        return torch.where(self.broken(shaped), BROKEN, choice)
 
     def _choose_on_host(self, shaped: Tensor, slot: Tensor, position: Tensor, features: Features) -> Tensor:
         """The same row by row, with the work that each row asks for only."""
         logits = shaped.numpy()
-        choice = logits.argmax(-1)  # [N]
+        choice = logits.argmax(-1)  # [N], of a NaN if there is one
+        tops = np.take_along_axis(logits, choice[:, None], 1)[:, 0]
+        choice[~np.isfinite(tops)] = BROKEN
         if not features.sampled:
             return torch.from_numpy(choice)
         u = self.uniform(slot, position, CHOOSE).tolist()
         settings = [column[slot].tolist() for column in (self.temperature, self.min_p, self.top_k, self.top_p)]
         for i, (temperature, min_p, top_k, top_p) in enumerate(zip(*settings, strict=True)):
-            row = logits[i]
-            top = row[choice[i]]
-            if temperature == 0 or not top > -np.inf:  # NaN too
+            if temperature == 0 or choice[i] == BROKEN:
                 continue
+            row, top = logits[i], tops[i]
             kept = None
             if min_p > 0 or top_k > 0 or top_p < 1:
                 kept = np.flatnonzero(row >= filters.threshold(row, temperature, min_p, top_k, top_p))
@@ -312,7 +322,7 @@ def _ban_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the model's own distribution (raw logits), [N,V], [N] -> of the tokens [N], and the ids and
-    values [N, min(top,V)] of the likeliest, best first."""
+    values [N, min(top,V)] of the likeliest, best first. Where a token is BROKEN they mean nothing."""
     scores = logits.float().log_softmax(-1)
     values, ids = scores.topk(min(top, scores.shape[-1]), -1)
-    return scores.gather(1, tokens[:, None])[:, 0], ids, values
+    return scores.gather(1, tokens[:, None].clamp(min=0))[:, 0], ids, values
