@@ -55,6 +55,20 @@ def test_generate_streams_the_answer_and_nothing_else(model: str) -> None:
     assert done["timing"]["e2e_s"] >= done["timing"]["ttft_s"] > 0
 
 
+def test_variables_for_the_chat_template(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path)
+    path = folder / "tokenizer_config.json"
+    template = "{{ messages[0].content }}{% if enable_thinking | default(true) %}<think>{% endif %}"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    ask = ("generate", "the", "-m", str(folder), "-n", "2", "--json")
+    plain, thinks = (json.loads(call(*ask, *more).stdout) for more in ((), ("--chat",)))
+    quiet = json.loads(call(*ask, "--chat-template-kwargs", '{"enable_thinking": false}').stdout)
+    assert quiet["prompt_tokens"] == plain["prompt_tokens"] < thinks["prompt_tokens"]
+    for given, says in (("{x", "not JSON"), ("[1]", "give a JSON object"), ('{"x": 1}', "it reads enable_thinking")):
+        failed = call(*ask, "--chat-template-kwargs", given)
+        assert failed.exit_code == 2 and "chat_template_kwargs" in failed.stderr and says in failed.stderr
+
+
 @pytest.mark.parametrize(
     "config", ["ngram", "suffix", '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}']
 )
@@ -137,6 +151,17 @@ def test_models_lists_what_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.M
     listed = json.loads(call("models", "--json").stdout)
     assert {"name": "smollm2-135m-instruct", "folder": None, "bytes": 0} in listed
     assert "not here yet" in call("models").stdout
+
+
+def test_a_model_that_recommends_its_sampling_is_measured_as_any_other(tmp_path: Path) -> None:
+    answers = []
+    for name, recommended in (("plain", {}), ("sampled", {"temperature": 5.0, "repetition_penalty": 1.9})):
+        folder, output = tiny_model(tmp_path / name, positions=4096), tmp_path / f"{name}.json"
+        (folder / "generation_config.json").write_text(json.dumps(recommended))
+        run = ("bench", "-m", str(folder), "--tasks", "copy,random", "-a", "ngram", "-r", "1", "--warmups", "0", "-n", "6")
+        assert call(*run, "-o", str(output)).exit_code == 0
+        answers.append([answer.token_ids for batch in record.load(output).batches for answer in batch.answers])
+    assert len(answers[0]) == 4 and answers[0] == answers[1]
 
 
 def test_bench_on_the_real_engine(model: str, tmp_path: Path) -> None:

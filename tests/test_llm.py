@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forerun.llm import LLM
 from forerun.models.decoder import Target
-from forerun.types import SamplingParams, SettingError
+from forerun.models.generation import default_sampling
+from forerun.types import Request, SamplingParams, SettingError
+from tests.test_files import HOSTILE, works_or_names
 from tests.tiny import VOCAB, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -249,3 +254,191 @@ def test_the_packages_door_names_what_it_has() -> None:
     assert all(hasattr(forerun, name) for name in forerun.__all__)
     with pytest.raises(AttributeError, match="Engine"):
         forerun.Engine  # noqa: B018
+
+
+# ---- what the model's files say
+
+
+def changed(folder: Path, name: str, **keys: object) -> Path:
+    """Other values in one of a model's JSON files."""
+    path = folder / name
+    given = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(given | keys))
+    return folder
+
+
+def test_a_chat_ends_at_the_stop_ids_of_every_file(tmp_path: Path) -> None:
+    """generation_config.json, config.json, the tokenizer's eos_token, and what the chat template puts behind an answer."""
+    folder = changed(tiny_model(tmp_path), "config.json", eos_token_id=[40, 41])
+    changed(folder, "generation_config.json", eos_token_id=42)
+    changed(folder, "tokenizer_config.json", eos_token="<|endoftext|>")
+    it = LLM(folder, kv_cache_tokens=512)
+    for token in (0, 2, 40, 41, 42):
+        forced = SamplingParams(temperature=0, max_tokens=4, logit_bias={token: 100})
+        (done,) = it.chat([{"role": "user", "content": "hi"}], forced)[0].completions
+        assert (done.token_ids, done.finish_reason) == ((token,), "stop")
+        (done,) = it.generate("the", replace(forced, ignore_eos=True))[0].completions
+        assert (done.token_ids, done.finish_reason) == ((token,) * 4, "length")
+
+
+def test_a_stop_string_may_name_a_special_token(loaded) -> None:  # type: ignore[no-untyped-def]
+    """The answer is cut where the token comes, alone or with the text in front of it, as eos token or not, and the token's text
+    is there only if it is asked for."""
+    it = llm(loaded, {"method": "ngram", "prompt_lookup_min": 1})
+    text = it.tokenizer.token_text
+    seeded = [SamplingParams(temperature=6.0, max_tokens=40, ignore_eos=True, seed=seed) for seed in range(60)]
+    cases: list[tuple[SamplingParams, tuple[int, ...], str]] = []
+    for free, answer in zip(seeded, it.generate(["the"] * len(seeded), seeded), strict=True):
+        ids = answer.token_ids
+        at = next((i for i in range(1, len(ids)) if ids[i] < 3 <= ids[i - 1] and text(ids[i - 1]).isascii()), 0)
+        if at == 0 or ids[at] in ids[:at]:
+            continue
+        for stop, kept in ((text(ids[at]), ids[:at]), (text(ids[at - 1]) + text(ids[at]), ids[: at - 1])):
+            for ignore_eos in (True, False) if 2 not in ids[:at] else (True,):
+                for shown in (True, False):
+                    params = replace(free, stop=(stop,), ignore_eos=ignore_eos, include_stop_str_in_output=shown)
+                    cases.append((params, ids[: at + 1], it.tokenizer.decode(kept) + stop * shown))
+    assert len(cases) > 40
+    for (_, ids, expected), answer in zip(cases, it.generate(["the"] * len(cases), [c[0] for c in cases]), strict=True):
+        (done,) = answer.completions
+        assert (done.token_ids, done.text, done.finish_reason) == (ids, expected, "stop")
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def asked(it: LLM, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
+    """The sampling parameters of the requests that a call makes."""
+    found: list[SamplingParams] = []
+    add = it.engine.add
+
+    def note(request: Request):  # type: ignore[no-untyped-def]
+        found.append(request.params)
+        return add(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(it.engine, "add", note)
+        call()
+    return found
+
+
+def test_sampling_that_the_model_recommends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no SamplingParams are given, and only there; it stands in the settings."""
+    keys = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.05}
+    folder = changed(tiny_model(tmp_path), "generation_config.json", **keys, max_new_tokens=2048)
+    it = LLM(folder, kv_cache_tokens=512)
+    wanted = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.05)
+    assert asked(it, lambda: it.generate(["the", "in"]), monkeypatch) == [wanted, wanted]
+    assert asked(it, lambda: it.chat(MESSAGES), monkeypatch) == [wanted]
+    assert asked(it, lambda: list(it.stream("the")), monkeypatch) == [wanted]
+    for given in (SamplingParams(), GREEDY):
+        assert asked(it, lambda given=given: it.generate("the", given), monkeypatch) == [given]  # type: ignore[misc]
+        assert asked(it, lambda given=given: list(it.stream("the", given)), monkeypatch) == [given]  # type: ignore[misc]
+    del keys["do_sample"]
+    assert it.settings()["default_sampling"] == keys
+    changed(folder, "generation_config.json", do_sample=False)
+    assert LLM.load(folder).sampling == replace(wanted, temperature=0.0)
+
+
+def test_without_a_recommendation_it_is_the_default(loaded, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    it = llm(loaded)
+    assert asked(it, lambda: it.generate("the"), monkeypatch) == [SamplingParams()] and it.settings()["default_sampling"] == {}
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_any_sampling_that_a_file_recommends(value: object, tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path)
+    for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample"):
+        changed(folder, "generation_config.json", **{key: value})
+        fine = works_or_names("generation_config.json", lambda: default_sampling(folder))
+        assert fine or value is not None
+        changed(folder, "generation_config.json", **{key: None})
+
+
+def test_what_a_chat_template_reads_can_be_given(tmp_path: Path) -> None:
+    template = (
+        "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for d in documents or [] %}({{ d.title }}){% endfor %}"
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}>{% if not enable_thinking | default(true) %}no{% endif %}{% endif %}"
+    )
+    it = LLM(changed(tiny_model(tmp_path), "tokenizer_config.json", chat_template=template), kv_cache_tokens=512)
+    more = [*MESSAGES, {"role": "assistant", "content": "well "}]
+    cases: list[tuple[list[dict[str, str]], dict[str, Any], str]] = [
+        (MESSAGES, {}, "hello<|im_end|>>"),
+        (MESSAGES, {"chat_template_kwargs": {"enable_thinking": False}}, "hello<|im_end|>>no"),
+        (MESSAGES, {"chat_template_kwargs": {"documents": [{"title": "a"}]}}, "(a)hello<|im_end|>>"),
+        (MESSAGES, {"tools": [{"name": "f"}, {"name": "g"}]}, "[f][g]hello<|im_end|>>"),
+        (MESSAGES, {"add_generation_prompt": False}, "hello<|im_end|>"),
+        (more, {"continue_final_message": True}, "hello<|im_end|>well "),
+    ]
+    for messages, given, text in cases:
+        assert it.tokenizer.decode(it.chat_ids(messages, **given), skip_special_tokens=False) == text
+        (one,), two = it.chat(messages, GREEDY, **given), it.chat([messages, messages], GREEDY, **given)
+        assert [o.prompt_ids for o in two] == [one.prompt_ids] * 2 and one.prompt_ids == tuple(it.chat_ids(messages, **given))
+    for given, says in (
+        ({"chat_template_kwargs": {"enable_thinkin": False}}, "'enable_thinkin': .*it reads add_gen.*enable_thinking"),
+        ({"chat_template_kwargs": {"tools": []}}, "give tools as an argument"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "give one of the two"),
+    ):  # fmt: skip
+        with pytest.raises(SettingError, match=says):
+            it.chat(MESSAGES, GREEDY, **given)
+
+
+# ---- a drafter that does not draft
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    caplog.clear()
+    return found
+
+
+def test_a_drafter_that_cannot_draft_is_warned_of_once(
+    loaded, tmp_path: Path, caplog: pytest.LogCaptureFixture  # type: ignore[no-untyped-def]
+) -> None:
+    never = {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 8, 0]]}
+    llm(loaded, never, max_num_seqs=8)
+    (said,) = warnings(caplog)
+    assert "ngram does not draft" in said and "[[1, 8, 0]] has k = 0 wherever 1 to 8 sequences run" in said
+    llm(loaded, never, max_num_seqs=9)  # with nine it drafts
+    llm(loaded, {"method": "ngram", "num_speculative_tokens_per_batch_size": [[2, 8, 0]]}, max_num_seqs=8)
+    assert warnings(caplog) == []
+
+    it = llm(loaded, "prediction")
+    it.generate("the thing", replace(GREEDY, prediction="the thing"))
+    assert warnings(caplog) == []
+    it.generate(["the", "in"], GREEDY)
+    list(it.stream("the", GREEDY))
+    (said,) = warnings(caplog)
+    assert "prediction does not draft: a request brings no prediction" in said
+
+    drafter = tiny_model(tmp_path, layers=1)
+    config = {"method": "draft_model", "model": str(drafter), "max_model_len": 16, "num_speculative_tokens": 2}
+    it = llm(loaded, config)
+    it.generate([[5] * 15], GREEDY)
+    assert warnings(caplog) == []
+    it.generate([[5] * 16, [5] * 20], GREEDY)
+    (said,) = warnings(caplog)
+    assert "a prompt of 16 tokens is not shorter than the drafter's context of 16" in said
+
+
+def test_a_drafter_that_never_drafted_is_warned_of_once(loaded, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    """After many steps without a draft; not after few, nor where something was drafted, nor without a drafter."""
+    nothing = {"method": "ngram", "prompt_lookup_min": 40, "prompt_lookup_max": 40}
+    params = SamplingParams(temperature=8.0, max_tokens=110, ignore_eos=True, seed=1)
+    it = llm(loaded, nothing)
+    it.generate("the thing", params)
+    assert warnings(caplog) == []
+    it.generate("the thing", params)
+    (said,) = warnings(caplog)
+    assert "ngram does not draft: not once in 218 steps" in said
+    it.generate(["the thing"] * 3, params)
+    assert warnings(caplog) == []
+    llm(loaded).generate(["the thing"] * 3, params)
+    it = llm(loaded, {"method": "ngram", "prompt_lookup_min": 1}, adaptive_drafts=False)
+    it.generate(["the thing"] * 3, params)
+    assert it.stats.drafts.drafted > 0 and warnings(caplog) == []
+    streamed = llm(loaded, nothing)
+    for _ in range(2):
+        list(streamed.stream("the thing", params))
+    assert len(warnings(caplog)) == 1

@@ -148,6 +148,15 @@ def generate(
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", rich_help_panel=MODEL, help="A system message; implies --chat.")
     ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template-kwargs",
+            metavar="JSON",
+            rich_help_panel=MODEL,
+            help="Variables for the chat template, for instance '{\"enable_thinking\": false}'; implies --chat.",
+        ),
+    ] = None,
     dtype: DTypeOption = DType.auto,
     device: DeviceOption = Device.auto,
     max_tokens: Annotated[
@@ -255,6 +264,7 @@ def generate(
         from forerun.types import SamplingParams
 
         speculation = Speculation.parse(speculative_config)
+        variables = _variables(chat_template_kwargs)
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -280,7 +290,10 @@ def generate(
             max_model_len=max_model_len,
         )
         system_turn = [{"role": "system", "content": system}] if system else []
-        given: str | list[int] = llm.chat_ids([*system_turn, {"role": "user", "content": text}]) if chat or system else text
+        given: str | list[int] = text
+        if chat or system or variables is not None:
+            turns = [*system_turn, {"role": "user", "content": text}]
+            given = llm.chat_ids(turns, chat_template_kwargs=variables)
         if as_json:
             (output,) = llm.generate([given], params)
             print(json.dumps(_as_json(output, llm.settings()), ensure_ascii=False))
@@ -801,6 +814,17 @@ class _Outputs:
         if self.junit is not None:
             self.junit.write_text(thresholds.junit(checks, record), encoding="utf-8")
         return all(check.passed for check in checks)
+
+
+def _variables(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SettingError("chat_template_kwargs", text, f'not JSON ({error}); give {{"enable_thinking": false}}') from None
+    require(isinstance(value, dict), "chat_template_kwargs", text, 'give a JSON object such as {"enable_thinking": false}')
+    return dict(value)
 
 
 def _record(path: Path) -> Record:

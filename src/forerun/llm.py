@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,10 @@ from forerun.engine.engine import Engine, EngineStats
 from forerun.engine.scheduler import Sequence as Live
 from forerun.engine.slots import Slots
 from forerun.engine.stats import DraftStats
+from forerun.idle import IdleDrafter
 from forerun.models import hub
 from forerun.models.decoder import KVCache, Target
+from forerun.models.generation import default_sampling
 from forerun.models.tokenizer import Detokenizer, Tokenizer
 from forerun.types import FinishReason, Logprob, Request, SamplingParams, SettingError, require
 from forerun.verify.noise import child_seed, request_seed
@@ -38,12 +40,14 @@ Message = Mapping[str, Any]
 
 
 class LoadedModel(NamedTuple):
-    """Weights and tokenizer, which several LLMs can share. name: as it was asked for."""
+    """Weights and tokenizer, which several LLMs can share. name: as it was asked for; sampling: what its generation_config.json
+    recommends."""
 
     name: str
     folder: Path
     target: Target
     tokenizer: Tokenizer
+    sampling: SamplingParams = SamplingParams()
 
 
 class Timing(NamedTuple):
@@ -166,7 +170,7 @@ class LLM:
         self.model, self.tokenizer = loaded, loaded.tokenizer
         tokenizer = loaded.tokenizer  # the engine holds this and not the LLM, which is then gone as soon as nobody uses it
         speculation = config.speculation
-        drafter_model = None
+        drafter_model, context = None, None
         if speculation is not None and speculation.model is not None:
             drafter = LLM.load(speculation.model, dtype, device)
             same = drafter.tokenizer.inner.get_vocab() == self.tokenizer.inner.get_vocab()
@@ -177,6 +181,7 @@ class LLM:
                 f"its vocabulary is not the target's ({loaded.name}); give a drafter of the same family",
             )
             drafter_model = drafter.target
+            context = min(speculation.max_model_len or drafter.target.max_positions, drafter.target.max_positions)
 
         def make_drafter(slots: Slots, mirror: Slots, sampling: SamplingState, kv: KVCache, fixed: bool) -> Drafter | None:
             if speculation is None:
@@ -188,6 +193,8 @@ class LLM:
         self.engine.warm_up()
         LOG.info(self.engine.capacity())
         self._numbers = itertools.count()
+        self._idle_drafter = IdleDrafter(speculation, max_num_seqs, context)
+        self._end_ids = tuple(dict.fromkeys((*loaded.target.config.eos_ids, *tokenizer.end_ids)))
 
     @staticmethod
     def load(model: str | Path | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
@@ -196,11 +203,14 @@ class LLM:
         where = torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
         target, tokenizer = Target.load(folder, dtype, where), Tokenizer(folder)
         target.keep_vocabulary(tokenizer.size)
-        return LoadedModel(str(model or hub.DEFAULT), folder, target, tokenizer)
+        return LoadedModel(str(model or hub.DEFAULT), folder, target, tokenizer, default_sampling(folder))
 
     def settings(self) -> dict[str, Any]:
-        """Every setting in force, defaults filled in."""
-        return {"model": self.model.name, **self.engine.settings()}
+        """Every setting in force, defaults filled in. default_sampling: what requests without SamplingParams get in which the
+        model's recommendation differs from SamplingParams()."""
+        plain, recommended = asdict(SamplingParams()), asdict(self.model.sampling)
+        sampling = {name: value for name, value in recommended.items() if value != plain[name]}
+        return {"model": self.model.name, **self.engine.settings(), "default_sampling": sampling}
 
     @property
     def stats(self) -> EngineStats:
@@ -218,9 +228,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Output]:
-        """Continue each prompt (text, or token ids). params: one for all, or one each. progress is called after each
-        step with (completions done, tokens produced). Outputs come in the order of the prompts. Raises SettingError
-        before anything runs; if interrupted, what was running is aborted."""
+        """Continue each prompt (text, or token ids). params: one for all, or one each; None: the model's own sampling, as its
+        generation_config.json recommends it (see `settings`), and 16 tokens. progress is called after each step with
+        (completions done, tokens produced). Outputs come in the order of the prompts. Raises SettingError before anything
+        runs; if interrupted, what was running is aborted."""
         texts = self._prompts(prompts)
         each = self._params(params, len(texts))
         requests = [self._requests(prompt, p) for prompt, p in zip(texts, each, strict=True)]
@@ -247,6 +258,7 @@ class LLM:
             for request_id, one in growing.items():
                 if one.reason is None:
                     self.engine.abort(request_id)
+        self._idle_drafter.ended(self.stats.drafts)
         return [Output(group[0].prompt_ids, tuple(growing[r.id].done() for r in group)) for group in requests]
 
     def chat(
@@ -254,18 +266,51 @@ class LLM:
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Output]:
-        """Answer one conversation or several, rendered with the model's chat template."""
+        """Answer one conversation or several, rendered with the model's chat template. params, progress: as in `generate`; the
+        others: as in `chat_ids`."""
         many: Any = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        return self.generate([self.chat_ids(c) for c in many], params, progress)
+        prompts = [
+            self.chat_ids(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in many
+        ]
+        return self.generate(prompts, params, progress)
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt ids of a conversation."""
-        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens=False)
+    def chat_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt ids of a conversation. tools: descriptions of functions, for templates that read them.
+        add_generation_prompt: end with the beginning of an answer; None: unless continue_final_message, with which the prompt
+        ends within the last message, for the model to go on with it. chat_template_kwargs: other variables that the template
+        reads, for instance enable_thinking or documents. Raises SettingError for what the template does not read."""
+        both = bool(add_generation_prompt) and continue_final_message
+        require(not both, "add_generation_prompt", add_generation_prompt, "continue_final_message is on; give one of the two")
+        text = self.tokenizer.render_chat(
+            messages, add_generation_prompt is not False, tools, chat_template_kwargs, continue_final_message
+        )
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Continue one prompt, a chunk for each step that committed tokens. Closing the iterator aborts the request."""
-        given = params or SamplingParams()
+        """Continue one prompt, a chunk for each step that committed tokens. params: None as in `generate`. Closing the iterator
+        aborts the request."""
+        given = self.model.sampling if params is None else params
         require(given.n == 1, "n", given.n, "a stream is of one completion; give 1, or use generate")
         (request,) = self._requests(self._prompts([prompt])[0], given)
         live = self.engine.add(request)
@@ -276,6 +321,7 @@ class LLM:
                         logprobs = event.logprobs if given.logprobs is not None else None
                         yield Chunk(event.text, event.tokens, event.finish_reason, live.stats.copy(), logprobs)
                         if event.finish_reason is not None:
+                            self._idle_drafter.ended(self.stats.drafts)
                             return
         finally:
             self.engine.abort(request.id)
@@ -292,7 +338,7 @@ class LLM:
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * count
+            return [self.model.sampling if params is None else params] * count
         require(
             len(params) == count,
             "params",
@@ -317,8 +363,9 @@ class LLM:
                 'this engine does not use it; start it with speculative_config "prediction"',
             )
         banned = params.banned_token_ids + tuple(ids for word in params.bad_words for ids in self._spellings(word))
-        stop = params.stop_token_ids + (() if params.ignore_eos else tuple(self.model.target.config.eos_ids))
+        stop = params.stop_token_ids + (() if params.ignore_eos else self._end_ids)
         prediction = tuple(tokenizer.encode(params.prediction, add_special_tokens=False)) if params.prediction else ()
+        self._idle_drafter.asked(len(prompt), bool(prediction))
         number = next(self._numbers)
         seed = request_seed(engine.config.seed, number) if params.seed is None else params.seed
         return [

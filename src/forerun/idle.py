@@ -1,0 +1,53 @@
+"""Says once, as a warning, why a drafter that is configured does not draft."""
+
+from __future__ import annotations
+
+import logging
+
+from forerun.config import Speculation
+from forerun.engine.policy import Policy
+from forerun.engine.stats import DraftStats
+
+LOG = logging.getLogger("forerun")
+MANY = 200  # verify steps of rows after which a drafter might have drafted something
+
+NOTHING_FOUND = {
+    "ngram": "no text came twice, or drafts of it did not pay",
+    "ngram_gpu": "no text came twice, or drafts of it did not pay",
+    "suffix": "no text came twice, or drafts of it did not pay",
+    "draft_model": "its drafts did not pay, or its context is full",
+    "prediction": "the predictions left the answers at once, or drafts of them did not pay",
+}
+
+
+class IdleDrafter:
+    """Of one engine. context: how many tokens the drafter can see; None where there is no limit of its own."""
+
+    def __init__(self, speculation: Speculation | None, sequences: int, context: int | None) -> None:
+        """Warns if the schedule never drafts, however many of these sequences run."""
+        self._speculation, self._context = speculation, context
+        self._said = False
+        policy = Policy(speculation)
+        if speculation is not None and not any(policy.width(running) for running in range(1, sequences + 1)):
+            schedule = [list(entry) for entry in speculation.num_speculative_tokens_per_batch_size or ()]
+            self._say(f"num_speculative_tokens_per_batch_size={schedule} has k = 0 wherever 1 to {sequences} sequences run")
+
+    def asked(self, prompt: int, prediction: bool) -> None:
+        """A request came, with a prompt of so many tokens and a prediction or none: warns if nothing can be drafted for it."""
+        if self._speculation is None:
+            return
+        if self._speculation.method == "prediction" and not prediction:
+            self._say("a request brings no prediction; give it SamplingParams(prediction=...)")
+        elif self._context is not None and prompt >= self._context:
+            self._say(f"a prompt of {prompt} tokens is not shorter than the drafter's context of {self._context}")
+
+    def ended(self, stats: DraftStats) -> None:
+        """All requests ended: warns if many steps had no draft at all."""
+        if self._speculation is not None and stats.drafted == 0 and stats.steps >= MANY:
+            self._say(f"not once in {stats.steps} steps: {NOTHING_FOUND[self._speculation.method]}")
+
+    def _say(self, why: str) -> None:
+        assert self._speculation is not None
+        if not self._said:
+            self._said = True
+            LOG.warning("The drafter %s does not draft: %s", self._speculation.method, why)
