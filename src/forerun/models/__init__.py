@@ -1,3 +1,3 @@
-"""The target models: what a checkpoint is (config.py, loading.py), where it comes from (hub.py, gguf.py), what it
-computes (decoder.py, rope.py) and what its tokens are (tokenizer.py). Nothing here knows of requests or of drafting.
+"""The target models: what a checkpoint is (files.py, config.py, loading.py), where it comes from (hub.py, gguf.py), what it
+computes (decoder.py, rope.py), what its tokens are (tokenizer.py) and how its makers sample from it (generation.py). Nothing here knows of drafting.
 """
