@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 ENDINGS = (
     "done", "no-done", "no-finish", "no-usage", "drop", "cut", "error-event", "error-object", "bare-error", "not-json",
@@ -25,7 +25,8 @@ ENDINGS = (
 @dataclass(frozen=True)
 class Script:
     """chunks: (seconds after the request came, tokens). ending: one of ENDINGS. counted: what it adds to the counters: drafts,
-    draft tokens, accepted tokens, accepted by position. ids, text: of the answer; they are cut into the chunks."""
+    draft tokens, accepted tokens, accepted by position. ids, text: of the answer; they are cut into the chunks. raw: bytes that
+    are sent in place of all that, with seconds to wait between them; then the connection ends as `close` says."""
 
     chunks: tuple[tuple[float, int], ...] = ((0.0, 1), (0.03, 3), (0.06, 2))
     ending: str = "done"
@@ -36,6 +37,8 @@ class Script:
     reason: str = "length"
     usage_off: int = 0
     usage_more: dict[str, Any] = field(default_factory=dict)
+    raw: tuple[bytes | float, ...] | None = None
+    close: Literal["stays open", "closed", "reset"] = "stays open"
 
 
 @dataclass
@@ -132,10 +135,20 @@ class MockServer:
         times: list[float] = []
         self.sent.append(times)
         chat = path.endswith("/chat/completions")
+        if script.raw is not None:
+            for step in script.raw:
+                if isinstance(step, bytes):
+                    writer.write(step)
+                    await writer.drain()
+                else:
+                    await asyncio.sleep(step)
+            if script.close == "reset":
+                writer.transport.abort()
+            return script.close == "stays open"
         if script.ending == "http-500":
             writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 12\r\n\r\nout of paper")
             return True
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(HEAD)
         if script.ending == "nothing":
             writer.write(b"0\r\n\r\n")
             return True
@@ -201,7 +214,33 @@ class MockServer:
         self._raw(writer, b"data: " + json.dumps(value).encode() + b"\n\n")
 
     def _raw(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+        writer.write(chunk(data))
+
+
+def response(body: bytes, status: str = "200 OK", headers: tuple[str, ...] = ()) -> bytes:
+    """A whole HTTP response of known length."""
+    head = [f"HTTP/1.1 {status}", *headers, f"content-length: {len(body)}"]
+    return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + body
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """A piece of a chunked body."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def events(*values: Any, end: bytes = b"\n") -> bytes:
+    """As server-sent events. Bytes are taken as the data that they are, anything else as JSON."""
+    data = [value if isinstance(value, bytes) else json.dumps(value).encode() for value in values]
+    return b"".join(b"data: " + one + 2 * end for one in data)
+
+
+def stream(*values: Any, end: bytes = b"\n") -> bytes:
+    """A whole streamed response of these events."""
+    return HEAD + chunk(events(*values, end=end)) + END
 
 
 def paced(step_s: float, tokens: int, per_chunk: int, first_s: float = 0.0) -> tuple[tuple[float, int], ...]:

@@ -166,8 +166,10 @@ def answer_of(ask: Ask, what: Exchange, begin: float) -> Answer:
     produced = next((p.output_tokens for p in reversed(pieces) if p.output_tokens is not None), None)
     hidden = next((p.hidden_tokens for p in reversed(pieces) if p.hidden_tokens), 0)
     ids = tuple(i for p in pieces for i in p.token_ids or ())
-    chunks, text = _chunks(pieces, due), whole("".join(p.text for p in pieces))
-    notes = tuple(dict.fromkeys(note for p in pieces for note in p.notes))
+    chunks, said = _chunks(pieces, due), "".join(p.text for p in pieces)
+    text = whole(said)
+    halves = ("the text holds half of a character (a lone surrogate), which is � here",)
+    notes = tuple(dict.fromkeys(note for p in pieces for note in p.notes)) + halves * (text.count("�") > said.count("�"))
     tokens = len(ids) if produced is None else produced
     reason = FINISHES.get(reason, reason)
     if failure is None and reason not in FINISHED:

@@ -72,7 +72,7 @@ class EventReader:
         if field == b"data":
             self._data.append(value.removeprefix(b" "))
         elif field == b"event":
-            self._kind = value.removeprefix(b" ").decode("utf-8", "replace")
+            self._kind = value.removeprefix(b" ").decode("utf-8", "replace") or "message"
         elif field not in (b"", b"id", b"retry"):
             self._data.append(line)  # no field of the standard, for instance a bare JSON error: kept, so that it is seen
         else:
