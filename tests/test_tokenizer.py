@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,39 @@ def test_any_value_of_tokenizer_config_json(tmp_path: Path) -> None:
         path.write_text(json.dumps(given | case))
         worked += works_or_names("tokenizer_config.json", lambda: Tokenizer(folder).end_ids)
     assert len(cases) / 5 < worked < len(cases) / 2
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of everything in a JSON value: the keys and indexes that lead to it; of long lists and objects the first few."""
+    yield path
+    inside = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    for key, part in inside[:12] if len(inside) < 20 else inside[:2]:
+        yield from places(part, (*path, key))
+
+
+def test_any_value_of_tokenizer_json(tmp_path: Path) -> None:
+    """Refused, or a tokenizer that works."""
+    folder = folder_of(tmp_path)
+    path = folder / "tokenizer.json"
+    given = json.loads(path.read_text())
+
+    def use() -> None:
+        tokenizer = Tokenizer(folder)
+        tokenizer.decode(tokenizer.encode("the thing é<|im_end|>"))
+
+    worked, tried = 0, 0
+    for *before, last in (place for place in places(given) if place):
+        inside = given
+        for key in before:
+            inside = inside[key]
+        kept = inside[last]
+        for value in HOSTILE:
+            inside[last] = value
+            path.write_text(json.dumps(given))
+            worked += works_or_names("tokenizer.json", use)
+            tried += 1
+        inside[last] = kept
+    assert tried > 1000 and 50 < worked < tried / 2
 
 
 # ---- stop strings that name special tokens

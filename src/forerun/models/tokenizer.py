@@ -39,7 +39,9 @@ class Tokenizer:
             raise LoadError("tokenizer", str(folder), "no tokenizer.json in it; give a folder that has one")
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exception, and a panic of it is not even that
             raise LoadError("tokenizer", str(path), f"cannot be read ({error}); fetch it again") from None
         # padding and truncation stored in the file would change what a text's ids are
         self.inner.no_padding()
