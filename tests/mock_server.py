@@ -43,14 +43,15 @@ class Script:
 
 @dataclass
 class MockServer:
-    """Use `async with`. script: what a request's body gets. seen: the bodies. sent: for each request the clock's time of each
-    chunk that was sent. delay_s: added to each chunk's time."""
+    """Use `async with`. script: what a request's body gets. pages: raw responses to GETs, by path; an empty one closes the
+    connection. seen: the bodies. sent: for each request the clock's time of each chunk that was sent."""
 
     script: Callable[[dict[str, Any]], Script] = lambda body: Script()
     engine: str = "vllm"
     port: int = 0
     extra_metrics: str = ""
     foreign_tokens: int = 0
+    pages: dict[str, bytes] = field(default_factory=dict)
     seen: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
@@ -82,7 +83,11 @@ class MockServer:
                     name, _, value = header.decode().partition(":")
                     headers[name.strip().lower()] = value.strip()
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                if method == "GET":
+                if method == "GET" and path in self.pages:
+                    writer.write(self.pages[path])
+                    if not self.pages[path]:
+                        return
+                elif method == "GET":
                     self._get(path, writer)
                 else:
                     self.headers.append(headers)

@@ -333,6 +333,12 @@ def test_temperatures_that_body_cannot_set(value: Any) -> None:
         command._body(Options(engine="vllm", body=json.dumps({"temperature": value})))
 
 
+@pytest.mark.parametrize("body", ['{"top_p": NaN}', '{"a": {"b": [Infinity]}}', '{"a": 1e999}', "[1]", "{", "7"])
+def test_a_body_that_is_not_json_is_refused_before_anything_is_sent(body: str) -> None:
+    with pytest.raises(SettingError, match="body"):
+        command._body(Options(engine="vllm", body=body))
+
+
 @pytest.mark.parametrize("name", ["request_s", "connect_s", "idle_s"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_timeouts_that_cannot_be(name: str, value: float) -> None:

@@ -5,24 +5,31 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import json
 import math
 import random
 import re
 import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from forerun.bench import latency, load
+from forerun.bench import html, latency, load, record, report, run, summary, words
+from forerun.bench.arms import BASELINE
 from forerun.bench.endpoint import Ask, Piece
+from forerun.bench.launching import ServedArm
 from forerun.bench.openai import DIALECTS, Address, HttpEndpoint, Timeouts
 from forerun.bench.patience import Patience
-from forerun.bench.record import Answer, Load
+from forerun.bench.record import Answer, Load, Record, ServerCounters
 from forerun.bench.reply import Reply
+from forerun.bench.sides import Running
 from forerun.bench.sse import Event, EventReader
 from tests.mock_server import END, HEAD, MockServer, Script, chunk, events, response, stream
+from tests.test_run import Quiet, Subject, plan
 
 TOKENS = 6
 """The scripted truth: every answer that is complete has six tokens, and this text."""
@@ -463,3 +470,88 @@ def test_a_reader_does_not_hold_what_it_has_given_out() -> None:
     assert reader.pending == 9
     reader.feed(b"def\ndata: g")
     assert 10 <= reader.pending <= 25 and reader.rest == b"abcdef\ng"
+
+
+# what is asked beside the requests
+
+
+PAGES = {
+    "no answer": b"",
+    "not found": response(b"no", "404 Not Found"),
+    "a page of HTML": response(b"<html>{}</html>"),
+    "binary": response(bytes(range(256)) * 50, headers=("content-type: text/plain; charset=nonsense",)),
+    "a list": response(b"[1, 2]"),
+    "a number": response(b"17"),
+    "NaN": response(b"NaN"),
+    "another type": response(b'{"version": {"a": ["\\ud800"]}, "build_info": -5}'),
+    "null": response(b'{"version": null, "build_info": null}'),
+    "too deep": response(b"[" * 100_000),
+    "5000 digits": response(b"9" * 5000),
+    "packed data that is not": response(b"{}", headers=("content-encoding: gzip",)),
+    "garbage": b"\x00\x01 what is this\r\n\r\n",
+    "counters of odd values": response(
+        b"vllm:prompt_tokens_total NaN\nvllm:generation_tokens_total 1e400\nvllm:spec_decode_num_drafts_total x\n"
+        b'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="99999999999"} 1.0\n\xff\xfe\x00\n'
+    ),
+    "a redirect": response(b"", "302 Found", ("location: /elsewhere",)),
+}
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "llamacpp", "sglang", "tensorrt-llm", "openai"])
+def test_odd_facts_and_counters_are_none(dialect: str) -> None:
+    async def run() -> None:
+        async with MockServer() as server, HttpEndpoint(Address(server.url, "m", DIALECTS[dialect])) as endpoint:
+            for name, page in PAGES.items():
+                server.pages = dict.fromkeys(
+                    ("/version", "/props", "/server_info", "/metrics", "/prometheus/metrics", "/elsewhere"), page
+                )
+                facts, counters = await endpoint.facts(), await endpoint.counters()
+                assert facts.kv_tokens is None and (facts.version is None or facts.version.isprintable()), name
+                assert counters in (None, ServerCounters()), (name, counters)
+                await endpoint.flush()
+                json.dumps(dataclasses.asdict(facts), ensure_ascii=False, allow_nan=False).encode()
+
+    asyncio.run(run())
+
+
+# a whole run
+
+
+def test_no_run_is_lost(tmp_path: Path) -> None:
+    """One arm's server has every kind of trouble, a good answer between each two. All that was measured is in the record, with
+    each reason, and the reports of it can be made."""
+    names = [name for kind in TROUBLE for name in (kind, "nothing wrong")]
+    waiting = iter(names)
+
+    def troubled(body: dict[str, Any]) -> Script:
+        one = TROUBLE[next(waiting)]
+        return Script(raw=one.sent, close=one.close)
+
+    async def go() -> Record:
+        good = Script(raw=TROUBLE["nothing wrong"].sent)
+        async with MockServer(lambda body: good) as base, MockServer(troubled) as bad:
+            key = {"Authorization": "Bearer sk-secret-17"}
+            where = Address(base.url, "target", DIALECTS["vllm"], key, timeouts=Timeouts(0.6, 5.0, 0.25))
+            sides = (
+                Running(ServedArm(BASELINE, None), where),
+                Running(ServedArm("troubled", {"method": "ngram"}), dataclasses.replace(where, url=bad.url)),
+            )
+            what = plan(loads=(Load(concurrency=1, requests=len(names)),), repetitions=1, warmups=0, max_tokens=8)
+            return await run.measure(what, Subject("m", "vllm", sides), Quiet())
+
+    made = asyncio.run(go())
+    base, bad = (b.answers for b in sorted(made.batches, key=lambda b: b.arm))
+    assert made.finished and len(base) == len(bad) == len(names) and not any(a.failed for a in base)
+    for name, answer in zip(names, bad, strict=True):
+        check(name, TROUBLE[name], answer)
+    cell = next(c for c in summary.cells(made) if c.arm == "troubled")
+    failed = [kind for kind, trouble in TROUBLE.items() if trouble.failure is not None]
+    assert cell.failures == len(failed) and cell.output_tokens == TOKENS * (len(names) - len(failed))
+    record.save(made, tmp_path / "r.json.gz")
+    assert record.load(tmp_path / "r.json.gz") == made
+    notes = "\n".join(words.warnings(made))
+    for trouble in TROUBLE.values():
+        assert trouble.note is None or trouble.note in notes
+    assert f"{len(failed)} of {len(names)} requests failed" in notes
+    assert all(text.encode() for text in (report.markdown(made), html.page(made)))
+    report.show(made, Console(file=io.StringIO(), width=120))

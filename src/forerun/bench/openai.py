@@ -24,7 +24,7 @@ from forerun.bench.metrics import READERS, counters_of, kv_tokens_of
 from forerun.bench.record import Facts, ServerCounters
 from forerun.bench.reply import Reply, error_of, readable
 from forerun.bench.sse import EventReader
-from forerun.types import require
+from forerun.types import SettingError, require
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LONGEST_EVENT = 16 << 20  # bytes
@@ -285,6 +285,10 @@ async def _finish(response: aiohttp.ClientResponse) -> None:
 def check_body(body: Mapping[str, Any], samples: int = 0) -> None:
     """Raises SettingError if these fields, added to each request, would change what is measured. samples: draws from each arm
     for the test that all draw alike, which needs its own temperature and seeds."""
+    try:
+        json.dumps(body, allow_nan=False)
+    except ValueError:
+        raise SettingError("body", "NaN or infinity", "JSON has no such number; leave the field out") from None
     for name, why in OWN_FIELDS.items():
         require(name not in body, "body", name, why)
     temperature = body.get("temperature", 0.0)
