@@ -196,20 +196,6 @@ def test_the_schedule_turns_drafts_off_under_load(loaded) -> None:  # type: igno
     assert it.stats.drafts.drafted > 0
 
 
-@pytest.mark.parametrize(
-    "settings,words",
-    [
-        ({"max_tokens": 0}, "max_tokens=0.*1 or more"), ({"temperature": -1}, "temperature=-1"), ({"top_p": 0}, "top_p=0"),
-        ({"top_k": -2}, "top_k=-2"), ({"min_p": 1.5}, "min_p=1.5"), ({"n": 0}, "n=0"), ({"stop": ("",)}, "stop"),
-        ({"min_tokens": 20, "max_tokens": 10}, "at most max_tokens"), ({"logprobs": -1}, "logprobs=-1"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0"), ({"logit_bias": {1: 200}}, "logit_bias=200"),
-    ],
-)  # fmt: skip
-def test_bad_sampling_settings_are_named(settings: dict, words: str) -> None:
-    with pytest.raises(SettingError, match=words):
-        SamplingParams(**settings)
-
-
 def test_the_smallest_context_works(loaded) -> None:  # type: ignore[no-untyped-def]
     it = llm(loaded, "ngram", max_model_len=2)
     assert len(it.generate([[5]], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0].token_ids) == 1

@@ -4,6 +4,7 @@ drafts before it as history; the fast paths agree with the slow ones."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -310,10 +311,11 @@ ALL_BUT_2_AND_4 = {t: -100 for t in range(V) if t not in (2, 4)}
     ("bad", "name"),
     [
         (request(logit_bias={V: 1.0}), "logit_bias"),
-        (request(banned=((1, -1),)), "banned_token_ids"),
         (request(banned=((V,),)), "banned_token_ids"),
         (request(stop_token_ids=(V + 1,)), "stop_token_ids"),
         (request(prompt=()), "prompt_ids"),
+        (replace(request(), max_tokens=0), "max_tokens"),
+        (replace(request(min_tokens=3), max_tokens=2), "min_tokens"),
         (request(banned=tuple((t,) for t in range(V))), "banned_token_ids"),
         (request(logit_bias={t: -100 for t in range(V)}), "logit_bias"),
         (request(banned=((1, 2),), logit_bias=ALL_BUT_2_AND_4, min_tokens=3, stop_ids=(4,)), "banned_token_ids"),

@@ -6,15 +6,79 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from forerun.types import SettingError, require
+from forerun.checks import (
+    LARGEST,
+    Choice,
+    Flag,
+    Number,
+    Seed,
+    SettingError,
+    Text,
+    Whole,
+    alternatives,
+    convert,
+    require,
+    required,
+    setting,
+    several,
+    whole,
+)
 
 METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "prediction")
+PLANNED = ("eagle", "eagle3", "mtp", "dflash")  # methods of other engines that are not there yet
 NGRAM_DEFAULT = 5  # vLLM's: both look-up lengths unset means 5 and 5
+MOST_DRAFTED = 64  # num_speculative_tokens at most
+CACHED = 8192  # an example of kv_cache_tokens
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+DEPTH = Whole(2, 1024, 24)
+APART = "[[1, 8, 1], [9, 64, 0]]"
+EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+
+def known_method(name: str, value: Any, also: str = "") -> str:
+    """The value if it is a method. also: what else would do. Raises SettingError."""
+    word = value if isinstance(value, str) else ""
+    absent = f"{', '.join(PLANNED[:-1])} and {PLANNED[-1]} are not there yet; " if word in PLANNED else ""
+    require(word in METHODS, name, value, f"{absent}give {alternatives(METHODS)}{also}")
+    return METHODS[METHODS.index(word)]
+
+
+def _model(name: str, value: Any) -> str:
+    return Text("smollm2-135m-instruct")(name, str(value) if isinstance(value, Path) else value)
+
+
+def _block_size(name: str, value: Any) -> int:
+    found = whole(value)
+    require(found in BLOCK_SIZES, name, value, f"give {alternatives(map(str, BLOCK_SIZES))}")
+    assert found is not None
+    return found
+
+
+def _schedule(name: str, value: Any) -> tuple[tuple[int, int, int], ...]:
+    """num_speculative_tokens_per_batch_size, ordered by batch size."""
+    remedy = f"give [[low, high, k], ...] with 1 <= low <= high and k of 0 or more, for instance {APART}"
+    ranges = []
+    for one in several(name, value, remedy):
+        numbers = [whole(number) for number in several(name, one, remedy)]
+        found = [number for number in numbers if number is not None and 0 <= number <= LARGEST]
+        require(len(numbers) == len(found) == 3 and 1 <= found[0] <= found[1], name, value, remedy)
+        ranges.append((found[0], found[1], found[2]))
+    require(bool(ranges), name, value, remedy)
+    ranges.sort()
+    for (_, before, _), (low, _, _) in itertools.pairwise(ranges):
+        require(before < low, name, value, f"two ranges hold batch size {low}; give each size once, for instance {APART}")
+    return tuple(ranges)
+
+
+def _unread(method: str) -> str:
+    return f"method {method} does not read it; leave it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,80 +92,41 @@ class Speculation:
     greedy or probabilistic.
     rejection_sample_method: standard, or block (block verification; differs for drafts with probabilities only).
     num_speculative_tokens_per_batch_size: [[low, high, k], ...]: while low .. high sequences run, k (0: no drafts) instead.
-    Raises SettingError.
+    Values are converted as checks.py says. A setting that the method does not read is an error. Raises SettingError.
     """
 
-    method: str
-    num_speculative_tokens: int
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
-    suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_cached_requests: int = 10000
-    suffix_decoding_max_spec_factor: float = 1.0
-    suffix_decoding_min_token_prob: float = 0.1
-    model: str | None = None
-    max_model_len: int | None = None
-    draft_sample_method: str = "greedy"
-    rejection_sample_method: str = "standard"
-    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
+    method: str = required(known_method)
+    num_speculative_tokens: int = required(Whole(1, MOST_DRAFTED, 4))
+    prompt_lookup_min: int | None = setting(None, Whole(1, 64, 1))
+    prompt_lookup_max: int | None = setting(None, Whole(1, 64, 5))
+    suffix_decoding_max_tree_depth: int = setting(24, DEPTH)
+    suffix_decoding_max_cached_requests: int = setting(10000, Whole(0, LARGEST, 10000, " (0: no shared tree)"))
+    suffix_decoding_max_spec_factor: float = setting(1.0, Number(0, 100, 1.0, above=True))
+    suffix_decoding_min_token_prob: float = setting(0.1, Number(0, 1, 0.1))
+    model: str | None = setting(None, _model)
+    max_model_len: int | None = setting(None, Whole(2, LARGEST, 2048))
+    draft_sample_method: str = setting("greedy", Choice(("greedy", "probabilistic")))
+    rejection_sample_method: str = setting("standard", Choice(("standard", "block")))
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = setting(None, _schedule)
 
     def __post_init__(self) -> None:
-        require(self.method in METHODS, "method", self.method, f"give one of {', '.join(METHODS)}")
-        k = self.num_speculative_tokens
-        require(isinstance(k, int) and 1 <= k <= 64, "num_speculative_tokens", k, "give 1 to 64, for instance 4")
-        if self.method in ("ngram", "ngram_gpu"):
+        convert(self)
+        read, k = self.keys_of(self.method), self.num_speculative_tokens
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            require(field.name in read or value == field.default, field.name, value, _unread(self.method))
+        if "prompt_lookup_min" in read:
             low, high = self.prompt_lookup_min, self.prompt_lookup_max
-            low, high = (low or high or NGRAM_DEFAULT, high or low or NGRAM_DEFAULT) if low != 0 and high != 0 else (low, high)
-            require(low is not None and low >= 1, "prompt_lookup_min", low, "give 1 or more, for instance 2")
-            require(high is not None and high >= 1, "prompt_lookup_max", high, "give 1 or more, for instance 5")
-            assert low is not None and high is not None
-            require(low <= high, "prompt_lookup_min", low, f"give at most prompt_lookup_max ({high})")
+            low, high = low or high or NGRAM_DEFAULT, high or low or NGRAM_DEFAULT
+            require(low <= high, "prompt_lookup_min", low, f"give at most prompt_lookup_max, for instance {high}")
             object.__setattr__(self, "prompt_lookup_min", low)
             object.__setattr__(self, "prompt_lookup_max", high)
-        depth = self.suffix_decoding_max_tree_depth
-        require(depth >= 2, "suffix_decoding_max_tree_depth", depth, "give 2 or more, for instance 24")
-        cached = self.suffix_decoding_max_cached_requests
-        require(cached >= 0, "suffix_decoding_max_cached_requests", cached, "give 0 (no shared tree) or more")
-        factor = self.suffix_decoding_max_spec_factor
-        require(factor > 0, "suffix_decoding_max_spec_factor", factor, "give more than 0, for instance 1.0")
-        floor = self.suffix_decoding_min_token_prob
-        require(0 <= floor <= 1, "suffix_decoding_min_token_prob", floor, "give 0 to 1, for instance 0.1")
-        require(
-            self.method != "draft_model" or bool(self.model),
-            "model",
-            self.model,
-            "method draft_model needs the drafter's path or id",
-        )
-        require(
-            self.draft_sample_method in ("greedy", "probabilistic"),
-            "draft_sample_method",
-            self.draft_sample_method,
-            "give greedy or probabilistic",
-        )
-        require(
-            self.rejection_sample_method in ("standard", "block"),
-            "rejection_sample_method",
-            self.rejection_sample_method,
-            "give standard or block",
-        )
-
-        schedule = self.num_speculative_tokens_per_batch_size
-        if schedule is not None:
-            remedy = (
-                f"give [[low, high, k], ...] with 1 <= low <= high and 0 <= k <= num_speculative_tokens ({k}), "
-                f"for instance [[1, 8, {k}], [9, 64, 0]]"
-            )
-            try:
-                schedule = tuple((int(low), int(high), int(width)) for low, high, width in schedule)
-            except (TypeError, ValueError):
-                raise SettingError("num_speculative_tokens_per_batch_size", schedule, remedy) from None
-            require(
-                all(1 <= low <= high and 0 <= width <= k for low, high, width in schedule),
-                "num_speculative_tokens_per_batch_size",
-                schedule,
-                remedy,
-            )
-            object.__setattr__(self, "num_speculative_tokens_per_batch_size", schedule)
+        needs = self.method == "draft_model" and self.model is None
+        require(not needs, "model", None, "method draft_model needs the drafter's path or id, for instance owner/name")
+        schedule = self.num_speculative_tokens_per_batch_size or ()
+        over = [one for one in schedule if one[2] > k]
+        remedy = f"k is at most num_speculative_tokens ({k}); give for instance [[1, 8, {k}], [9, 64, 0]]"
+        require(not over, "num_speculative_tokens_per_batch_size", over, remedy)
 
     # which settings each method reads; a setting given to a method that does not read it is an error, not ignored
     @staticmethod
@@ -124,51 +149,51 @@ class Speculation:
         with its defaults. Raises SettingError for unknown keys, keys that the method does not read, and bad values."""
         if value is None or isinstance(value, Speculation):
             return value
-        if isinstance(value, str):
-            if value == "none":
-                return None
-            text = value
-            value = {"method": text} if text in METHODS else None
-            if value is None:
-                try:
-                    value = json.loads(text)
-                except json.JSONDecodeError as error:
-                    raise SettingError(
-                        "speculative_config",
-                        text,
-                        f'not JSON ({error}); for instance {{"method": "ngram", "num_speculative_tokens": 4}}',
-                    ) from None
-        require(
-            isinstance(value, Mapping),
-            "speculative_config",
-            value,
-            'give a mapping such as {"method": "ngram", "num_speculative_tokens": 4}',
-        )
-        given = dict(value)  # type: ignore[arg-type]
+        given = _from_text(value) if isinstance(value, str) else value
+        if given is None:
+            return None
+        require(isinstance(given, Mapping), "speculative_config", value, f"give a mapping, for instance {EXAMPLE}")
+        assert isinstance(given, Mapping)
         known = [f.name for f in dataclasses.fields(cls)]
-        for key in given:
-            close = difflib.get_close_matches(key, known, 1)
-            require(
-                key in known,
-                key,
-                given[key],
-                f"unknown key; did you mean {close[0]}?" if close else f"unknown key; known are {', '.join(known)}",
-            )
-        method = given.get("method")
-        require(method in METHODS, "method", method, f"give one of {', '.join(METHODS)}")
-        for key in given:
-            require(key in cls.keys_of(str(method)), key, given[key], f"method {method} does not read it; leave it out")
-        if "num_speculative_tokens" not in given:
-            # vLLM: suffix decoding sizes its own drafts, up to the depth of the tree
-            given["num_speculative_tokens"] = given.get("suffix_decoding_max_tree_depth", 24) if method == "suffix" else 4
-        return cls(**given)
+        for key, one in given.items():
+            close = difflib.get_close_matches(str(key), known, 1)
+            remedy = f"unknown key; did you mean {close[0]}?" if close else f"unknown key; known are {', '.join(known)}"
+            require(key in known, str(key), one, remedy)
+        settings = {key: one for key, one in given.items() if one is not None}
+        method = known_method("method", settings.get("method"))
+        for key, one in settings.items():
+            require(key in cls.keys_of(method), key, one, _unread(method))
+        if "num_speculative_tokens" not in settings:
+            settings["num_speculative_tokens"] = 4
+            if method == "suffix":  # vLLM: suffix decoding sizes its own drafts, up to the depth of the tree
+                name = "suffix_decoding_max_tree_depth"
+                depth = DEPTH(name, settings.get(name, 24))
+                settings["num_speculative_tokens"] = min(depth, MOST_DRAFTED)
+        return cls(**settings)
 
     def effective(self) -> dict[str, Any]:
         """The settings in force for this method, defaults included."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k in self.keys_of(self.method)}
 
 
+def _from_text(text: str) -> Any:
+    """The value that JSON writes; None for the word none, and a mapping for the name of a method."""
+    word = text.strip()
+    if word == "none":
+        return None
+    if not word.startswith(("{", "[", '"')):
+        return {"method": known_method("speculative_config", word, f" alone, or JSON such as {EXAMPLE}")}
+    try:
+        return json.loads(word)
+    except (ValueError, RecursionError) as error:
+        raise SettingError("speculative_config", text, f"not JSON ({error}); give for instance {EXAMPLE}") from None
+
+
 BUDGET = {"cpu": 2048, "cuda": 8192}  # max_num_batched_tokens where none is given
+
+
+def _speculation(name: str, value: Any) -> Speculation | None:
+    return Speculation.parse(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,52 +209,33 @@ class EngineConfig:
     dtype: auto (the checkpoint's; bfloat16 on a CPU that multiplies it), float32, bfloat16 or float16.
     seed: seeds the requests that bring none. adaptive_drafts: draft no more than pays, by what steps cost and what became of
     earlier drafts (off: always as much as num_speculative_tokens allows; drawn drafts are never adapted on a CPU, so that
-    a seed repeats them). Raises SettingError.
+    a seed repeats them). speculation: as Speculation.parse takes it. Values are converted as checks.py says.
+    Raises SettingError.
     """
 
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int | None = None
-    block_size: int = 16
-    kv_cache_tokens: int | None = None
-    enable_prefix_caching: bool = True
-    seed: int = 0
-    adaptive_drafts: bool = True
-    gpu_memory_utilization: float = 0.9
-    speculation: Speculation | None = None
+    dtype: str = setting("auto", Choice(("auto", "float32", "bfloat16", "float16")))
+    device: str = setting("auto", Choice(("auto", "cpu", "cuda")))
+    max_model_len: int | None = setting(None, Whole(2, LARGEST, 2048, ", or None for the model's"))
+    max_num_seqs: int = setting(32, Whole(1, 1024, 32))
+    max_num_batched_tokens: int | None = setting(None, Whole(1, LARGEST, 2048, ", or None for the device's default"))
+    block_size: int = setting(16, _block_size)
+    kv_cache_tokens: int | None = setting(None, Whole(1, 2**40, CACHED, ", or None for what there is room for"))
+    enable_prefix_caching: bool = setting(True, Flag())
+    seed: int = setting(0, Seed())
+    adaptive_drafts: bool = setting(True, Flag())
+    gpu_memory_utilization: float = setting(0.9, Number(0, 1, 0.9, above=True))
+    speculation: Speculation | None = setting(None, _speculation)
 
     def __post_init__(self) -> None:
-        tokens = self.max_num_batched_tokens or BUDGET["cpu"]
-        require(
-            tokens >= self.max_num_seqs,
-            "max_num_batched_tokens",
-            tokens,
-            f"give at least max_num_seqs ({self.max_num_seqs}): every sequence gets a token in each step",
-        )
-        require(
-            self.dtype in ("auto", "float32", "bfloat16", "float16"),
-            "dtype",
-            self.dtype,
-            "give auto, float32, bfloat16 or float16",
-        )
-        require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "give auto, cpu or cuda")
-        require(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "give 2 or more")
-        require(1 <= self.max_num_seqs <= 1024, "max_num_seqs", self.max_num_seqs, "give 1 to 1024")
-        require(self.block_size in (8, 16, 32, 64, 128), "block_size", self.block_size, "give 8, 16, 32, 64 or 128")
+        convert(self)
+        budget, seqs, page = self.max_num_batched_tokens, self.max_num_seqs, self.block_size
         k = self.speculation.num_speculative_tokens if self.speculation else 0
-        require(
-            tokens >= k + 1,
-            "max_num_batched_tokens",
-            tokens,
-            f"give at least num_speculative_tokens + 1 ({k + 1})",
-        )
-        require(
-            self.kv_cache_tokens is None or self.kv_cache_tokens >= self.block_size,
-            "kv_cache_tokens",
-            self.kv_cache_tokens,
-            f"give at least one page ({self.block_size})",
-        )
-        share = self.gpu_memory_utilization
-        require(0 < share <= 1, "gpu_memory_utilization", share, "give a share above 0 and at most 1, for instance 0.9")
+        least = max(seqs, k + 1)
+        why = f"each of max_num_seqs={seqs} sequences gets a token in every step"
+        if k >= seqs:
+            why = f"a step holds a draft of num_speculative_tokens={k} and one token more"
+        enough = budget is None or budget >= least
+        require(enough, "max_num_batched_tokens", budget, f"{why}; give {least} or more, or lower that")
+        room = self.kv_cache_tokens
+        remedy = f"a page (block_size) has {page} tokens; give as many or more, for instance {CACHED}"
+        require(room is None or room >= page, "kv_cache_tokens", room, remedy)

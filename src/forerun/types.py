@@ -1,6 +1,6 @@
 """What crosses the engine's boundaries: requests with their sampling parameters going in, events coming out, and the
-draft and the verdict that pass between drafter, verifier and engine. Frozen values; no module here computes anything,
-and torch is only named in annotations.
+draft and the verdict that pass between drafter, verifier and engine. Frozen values; nothing here computes anything,
+and torch is only named in annotations. SettingError and require are those of checks.py.
 """
 
 from __future__ import annotations
@@ -9,112 +9,91 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from forerun.checks import (
+    LARGEST,
+    Biases,
+    Flag,
+    Number,
+    Seed,
+    Text,
+    Texts,
+    TokenIds,
+    TokenSequences,
+    Whole,
+    convert,
+    require,
+    required,
+    setting,
+)
+from forerun.checks import LoadError as LoadError
+from forerun.checks import SettingError as SettingError
+
 if TYPE_CHECKING:
+    from typing import Any
+
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-
-class SettingError(ValueError):
-    """A setting that cannot be used. The message names the setting, the value given and one that works."""
-
-    def __init__(self, name: str, value: object, remedy: str) -> None:
-        super().__init__(f"{name}={value!r}: {remedy}")
-        self.name, self.value, self.remedy = name, value, remedy
-
-
-class LoadError(SettingError):
-    """A model's files cannot be used. The message names the file and what is wrong in it."""
-
-
-def require(ok: bool, name: str, value: object, remedy: str) -> None:
-    """Raise SettingError(name, value, remedy) unless ok."""
-    if not ok:
-        raise SettingError(name, value, remedy)
+MOST_COMPLETIONS = 1024  # n at most
+COLDEST = 1e-5  # lower temperatures are greedy, as in vLLM: logits are divided in float32, where 1e-46 is 0
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen; every one of these holds with speculation, at every position.
 
-    temperature 0 is greedy. top_k 0 or -1, top_p 1, min_p 0, the penalties' 1, 0, 0 and logit_bias None mean off.
-    repetition_penalty looks at prompt and output, presence_penalty and frequency_penalty at the output.
+    temperature 0 is greedy, and so is one below 1e-5, which becomes 0. top_k 0 or -1, top_p 1, min_p 0, the penalties' 1, 0, 0
+    and logit_bias None mean off. repetition_penalty (0.01 .. 100) looks at prompt and output, presence_penalty and
+    frequency_penalty (-2 .. 2) at the output.
     logit_bias maps a token id to what is added to its logit (-100 .. 100; -100 bans). bad_words are texts that are
     never produced in the tokens that the tokenizer writes them with, alone or behind a space; banned_token_ids are
     sequences of token ids that are never produced. min_tokens: no stop token before that many.
     max_tokens None: as many as the context allows. logprobs: how many of the most likely tokens to report beside the
-    chosen one, from the model's own distribution (before any of these parameters). prediction: the expected output,
-    for the drafter `prediction`.
-    Raises SettingError.
+    chosen one, from the model's own distribution (before any of these parameters). seed: any whole number; of one that
+    does not fit 64 bits the lowest 64 count. prediction: the expected output, for the drafter `prediction`.
+
+    Values are converted as checks.py says: numpy's and torch's scalars, 7.0 for 7, a list for a tuple, digits as keys of
+    logit_bias. None takes the default (for max_tokens it has a meaning of its own). Raises SettingError.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    bad_words: tuple[str, ...] = ()
-    banned_token_ids: tuple[tuple[int, ...], ...] = ()
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    seed: int | None = None
-    prediction: str | None = None
+    n: int = setting(1, Whole(1, MOST_COMPLETIONS, 4))
+    temperature: float = setting(1.0, Number(0, 100, 0.7, also=" (0 is greedy)"))
+    top_k: int = setting(0, Whole(-1, LARGEST, 50, " (0 and -1: no limit)"))
+    top_p: float = setting(1.0, Number(0, 1, 0.9, above=True))
+    min_p: float = setting(0.0, Number(0, 1, 0.05))
+    repetition_penalty: float = setting(1.0, Number(0.01, 100, 1.1))
+    presence_penalty: float = setting(0.0, Number(-2, 2, 0.5))
+    frequency_penalty: float = setting(0.0, Number(-2, 2, 0.5))
+    logit_bias: Mapping[int, float] | None = setting(None, Biases({50: -100.0}))
+    bad_words: tuple[str, ...] = setting((), Texts(("maybe",)))
+    banned_token_ids: tuple[tuple[int, ...], ...] = setting((), TokenSequences(((5, 6), (7,))))
+    max_tokens: int | None = setting(16, Whole(1, LARGEST, 256, ", or None for what the context allows"), none=True)
+    min_tokens: int = setting(0, Whole(0, LARGEST, 1))
+    stop: tuple[str, ...] = setting((), Texts(("END",)))
+    stop_token_ids: tuple[int, ...] = setting((), TokenIds((2,)))
+    ignore_eos: bool = setting(False, Flag())
+    include_stop_str_in_output: bool = setting(False, Flag())
+    logprobs: int | None = setting(None, Whole(0, 100, 5, ", or None for none"))
+    seed: int | None = setting(None, Seed())
+    prediction: str | None = setting(None, Text("the text that is expected", empty=True))
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                object.__setattr__(self, name, (value,))
-            else:
-                object.__setattr__(self, name, tuple(value))
-            require(all(isinstance(s, str) and s for s in getattr(self, name)), name, value, "give non-empty strings")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "banned_token_ids", tuple(tuple(ids) for ids in self.banned_token_ids))
-        require(isinstance(self.n, int) and self.n >= 1, "n", self.n, "give 1 or more")
-        require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "give 0 (greedy) to 100, for instance 0.7")
-        require(self.top_k >= -1, "top_k", self.top_k, "give 1 or more, or 0 for no limit")
-        require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "give more than 0 and at most 1, for instance 0.9")
-        require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "give 0 to 1, for instance 0.05")
-        require(
-            0.0 < self.repetition_penalty <= 100.0,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "give more than 0, for instance 1.1",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            require(-2.0 <= getattr(self, name) <= 2.0, name, getattr(self, name), "give -2 to 2, for instance 0.5")
-        for bias in (self.logit_bias or {}).values():
-            require(-100.0 <= bias <= 100.0, "logit_bias", bias, "give -100 (banned) to 100")
-        require(all(self.banned_token_ids), "banned_token_ids", self.banned_token_ids, "give sequences of at least one id")
-        require(
-            self.max_tokens is None or self.max_tokens >= 1,
-            "max_tokens",
-            self.max_tokens,
-            "give 1 or more, or None for what the context allows",
-        )
-        require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "give 0 or more")
-        require(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            self.min_tokens,
-            f"give at most max_tokens ({self.max_tokens})",
-        )
-        require(
-            self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", self.logprobs, "give 0 to 100, or None for none"
-        )
+        convert(self)
+        if self.temperature < COLDEST:
+            object.__setattr__(self, "temperature", 0.0)
+        least, most = self.min_tokens, self.max_tokens
+        require(most is None or least <= most, "min_tokens", least, f"give at most max_tokens, for instance {most}")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _params(name: str, value: Any) -> SamplingParams:
+    """The check of Request.params."""
+    require(isinstance(value, SamplingParams), name, value, "give SamplingParams, for instance SamplingParams(max_tokens=64)")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +102,21 @@ class Request:
 
     stop_ids: the tokens that end it (the model's end-of-sequence ids, unless ignore_eos, and stop_token_ids).
     banned: token sequences that must not appear. prediction: the ids expected as output. seed: always set.
-    max_tokens: what params asked for, cut to what the context leaves.
+    max_tokens: what params asked for, cut to what the context leaves. Values are converted as checks.py says; what they
+    must be for a given model and context is checked where it is added (Engine.add). Raises SettingError.
     """
 
-    id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    max_tokens: int
-    seed: int
-    stop_ids: tuple[int, ...] = ()
-    banned: tuple[tuple[int, ...], ...] = ()
-    prediction: tuple[int, ...] = ()
+    id: str = required(Text("request-1"))
+    prompt_ids: tuple[int, ...] = required(TokenIds((1, 2, 3), ordered=True))
+    params: SamplingParams = required(_params)
+    max_tokens: int = required(Whole(0, LARGEST, 256))
+    seed: int = required(Seed())
+    stop_ids: tuple[int, ...] = setting((), TokenIds((2,)))
+    banned: tuple[tuple[int, ...], ...] = setting((), TokenSequences(((5, 6), (7,))))
+    prediction: tuple[int, ...] = setting((), TokenIds((1, 2, 3), ordered=True))
+
+    def __post_init__(self) -> None:
+        convert(self)
 
 
 class Logprob(NamedTuple):

@@ -53,23 +53,33 @@ class Features(NamedTuple):
 
 
 def check_request(request: Request, vocab: int) -> None:
-    """Raise SettingError for what could not be sampled: no prompt, ids outside the vocabulary, or bans that could
-    leave no token at all (counting a banned sequence by its last id, and the stop tokens if min_tokens holds them off)."""
-    params = request.params
-    require(len(request.prompt_ids) > 0, "prompt_ids", request.prompt_ids, "give at least one token")
-    remedy = f"give token ids from 0 to {vocab - 1}"
-    for token in params.logit_bias or {}:
-        require(0 <= token < vocab, "logit_bias", token, remedy)
-    for token in params.stop_token_ids:
-        require(0 <= token < vocab, "stop_token_ids", token, remedy)
-    for sequence in request.banned:
-        require(len(sequence) > 0 and all(0 <= token < vocab for token in sequence), "banned_token_ids", sequence, remedy)
+    """Raise SettingError for what could not be sampled: no prompt, ids outside the vocabulary, more tokens wanted at least than
+    at most, or bans that could leave no token at all (counting a banned sequence by its last id, and the stop tokens if
+    min_tokens holds them off)."""
+    params, last = request.params, vocab - 1
+    require(len(request.prompt_ids) > 0, "prompt_ids", request.prompt_ids, f"give one token id or more, for instance [{last}]")
+    require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "give 1 or more, for instance 256")
+    require(
+        params.min_tokens <= request.max_tokens,
+        "min_tokens",
+        params.min_tokens,
+        f"at most {request.max_tokens} tokens are left to answer; give no more, for instance {request.max_tokens}",
+    )
+    for name, ids in (
+        ("logit_bias", params.logit_bias or ()),
+        ("stop_token_ids", params.stop_token_ids),
+        *(("banned_token_ids", sequence) for sequence in request.banned),
+    ):
+        unknown = [token for token in ids if not 0 <= token < vocab]
+        require(not unknown, name, unknown[:3], f"the model's token ids are 0 to {last}; give only these, for instance {last}")
     gone = {sequence[-1] for sequence in request.banned}
     gone |= {token for token, bias in (params.logit_bias or {}).items() if bias <= BAN}
     if params.min_tokens:
         gone |= {token for token in request.stop_ids if 0 <= token < vocab}
     if len(gone) >= vocab:
-        name = "banned_token_ids" if request.banned else "logit_bias" if params.logit_bias else "min_tokens"
+        words = bool(params.bad_words) and not params.banned_token_ids
+        bans = "bad_words" if words else "banned_token_ids" if request.banned else None
+        name = bans or ("logit_bias" if params.logit_bias else "min_tokens")
         raise SettingError(name, f"{len(gone)} tokens", f"the bans may leave no token to choose; ban at most {vocab - 1}")
 
 

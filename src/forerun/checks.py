@@ -1,0 +1,303 @@
+"""What enters from outside is converted to plain Python values of the right type and range, or refused with SettingError.
+Every setting and every request passes through here, so nothing behind this file has to look at types again. It imports
+neither torch nor numpy: their scalars are recognised by what they can do.
+
+The same rules hold for every setting:
+
+- A whole number is an int, a float without a fraction (7.0 becomes 7), or a scalar of numpy or torch that holds one of these.
+- A number is a whole number or a float. NaN and infinity are refused.
+- True and False are no numbers. A flag is True, False or a scalar of numpy or torch that holds one; 0 and 1 are converted.
+- A text is a str that UTF-8 can write. Bytes are refused, and digits in a text are no number.
+- Where several values are asked for, any collection of them will do: a list, a tuple, a set, a generator, an array.
+- None means that the setting was not given, and takes its default, unless None has a meaning of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LARGEST = 2**31 - 1  # of whole numbers where nothing else limits them; it fits every tensor and every kernel
+SHOWN = 200  # characters of a value in a message
+
+
+class SettingError(ValueError):
+    """A setting that cannot be used. The message names the setting, the value given and one that works."""
+
+    def __init__(self, name: str, value: object, remedy: str) -> None:
+        super().__init__(f"{name}={shown(value)}: {remedy}")
+        self.name, self.value = name, value
+
+
+class LoadError(SettingError):
+    """A model's files cannot be used. The message names the file and what is wrong in it."""
+
+
+def shown(value: object) -> str:
+    """The value as Python writes it, on one line and not too long."""
+    try:
+        text = " ".join(repr(value).split()) if not isinstance(value, str) else repr(value)
+    except Exception:  # an int of thousands of digits, or an object of the caller's own
+        text = f"({type(value).__name__} that cannot be written)"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 4 :]}"
+
+
+def require(ok: bool, name: str, value: object, remedy: str) -> None:
+    """Raise SettingError(name, value, remedy) unless ok."""
+    if not ok:
+        raise SettingError(name, value, remedy)
+
+
+def plain(value: Any) -> Any:
+    """A scalar of numpy or torch as the Python number that it holds; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def whole(value: Any) -> int | None:
+    """The whole number that a value is, None if it is none."""
+    value = plain(value)
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number from low to high. also: what else the message should say, beginning with its own comma or semicolon."""
+
+    low: int
+    high: int
+    example: int
+    also: str = ""
+
+    def __call__(self, name: str, value: Any) -> int:
+        found = whole(value)
+        remedy = f"give a whole number from {self.low} to {self.high}{self.also}, for instance {self.example}"
+        require(found is not None and self.low <= found <= self.high, name, value, remedy)
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number from low to high. above: low itself is too small."""
+
+    low: float
+    high: float
+    example: float
+    above: bool = False
+    also: str = ""
+
+    def __call__(self, name: str, value: Any) -> float:
+        start = f"above {self.low:g} and at most" if self.above else f"from {self.low:g} to"
+        remedy = f"give a number {start} {self.high:g}{self.also}, for instance {self.example}"
+        value, given = plain(value), value
+        require(hasattr(value, "__float__") and not isinstance(value, bool), name, given, remedy)
+        require(getattr(value, "shape", ()) == (), name, given, remedy)  # no array of one number
+        try:
+            found = float(value)
+        except (OverflowError, TypeError, ValueError):
+            raise SettingError(name, given, remedy) from None
+        require(self.low < found <= self.high or (found == self.low and not self.above), name, given, remedy)
+        return found
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Any whole number. Of one that does not fit 64 bits, the lowest 64 count."""
+
+    example: int = 0
+
+    def __call__(self, name: str, value: Any) -> int:
+        found = whole(value)
+        require(found is not None, name, value, f"give a whole number, for instance {self.example}")
+        assert found is not None
+        return found if -(2**63) <= found < 2**64 else found % 2**64
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or False."""
+
+    example: bool = True
+
+    def __call__(self, name: str, value: Any) -> bool:
+        found = plain(value)
+        known = isinstance(found, bool) or (isinstance(found, int) and found in (0, 1))
+        require(known, name, value, "give True or False")
+        return bool(found)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text; empty: it may be empty."""
+
+    example: str
+    empty: bool = False
+
+    def __call__(self, name: str, value: Any) -> str:
+        remedy = f"give a text{'' if self.empty else ' that is not empty'}, for instance {self.example!r}"
+        require(isinstance(value, str) and (self.empty or bool(value)), name, value, remedy)
+        return written(name, str(value), self.example)
+
+
+def written(name: str, text: str, example: str) -> str:
+    """The text. Raises SettingError if UTF-8 cannot write it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad = text[error.start]
+        remedy = f"character {error.start} is half of a surrogate pair ({bad!r}); leave it out, for instance {example!r}"
+        raise SettingError(name, text, remedy) from None
+    return text
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts that are not empty, as a tuple; a single one may stand for itself."""
+
+    example: tuple[str, ...]
+
+    def __call__(self, name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            value = (value,)
+        check = Text(self.example[0])
+        return tuple(check(name, one) for one in several(name, value, f"give texts, for instance {list(self.example)}"))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of these words. A torch dtype or device stands for its name."""
+
+    words: tuple[str, ...]
+    also: str = ""
+
+    @property
+    def example(self) -> str:
+        return self.words[0]
+
+    def __call__(self, name: str, value: Any) -> str:
+        word = str(value).removeprefix("torch.")
+        require(word in self.words, name, value, f"give {alternatives(self.words)}{self.also}")
+        return self.words[self.words.index(word)]
+
+
+def alternatives(words: Iterable[str]) -> str:
+    """a, b or c."""
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def several(name: str, value: Any, remedy: str) -> list[Any]:
+    """The items of a collection. Texts, bytes and mappings are not taken for one."""
+    if hasattr(value, "tolist"):  # an array or a tensor
+        value = value.tolist()
+    require(isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping), name, value, remedy)
+    return list(value)
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Token ids, as a tuple. Whether the model has them is found out where the model is known. ordered: a set is refused."""
+
+    example: tuple[int, ...]
+    ordered: bool = False
+
+    def __call__(self, name: str, value: Any) -> tuple[int, ...]:
+        remedy = f"give a list of token ids, for instance {list(self.example)}"
+        require(not (self.ordered and isinstance(value, Set)), name, value, remedy)
+        ids = several(name, value, remedy)
+        if all(type(i) is int and 0 <= i <= LARGEST for i in ids):
+            return tuple(ids)
+        check = Whole(0, LARGEST, self.example[0], " (a token id)")
+        return tuple(check(name, i) for i in ids)
+
+
+@dataclass(frozen=True)
+class TokenSequences:
+    """Sequences of at least one token id each, as a tuple of tuples."""
+
+    example: tuple[tuple[int, ...], ...]
+
+    def __call__(self, name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+        remedy = f"give sequences of one token id or more, for instance {[list(ids) for ids in self.example]}"
+        check = TokenIds(self.example[0])
+        found = []
+        for one in several(name, value, remedy):
+            require(not isinstance(one, Set), name, value, remedy)
+            ids = check(name, several(name, one, remedy))
+            require(bool(ids), name, value, remedy)
+            found.append(ids)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Token id -> a number from -100 to 100, as a new dict. JSON has only texts for keys, so digits are converted here."""
+
+    example: Mapping[int, float]
+
+    def __call__(self, name: str, value: Any) -> dict[int, float]:
+        remedy = f"give a mapping of token ids to numbers from -100 to 100, for instance {dict(self.example)}"
+        require(isinstance(value, Mapping), name, value, remedy)
+        ((token, bias),) = self.example.items()
+        check, number = Whole(0, LARGEST, token, " (a token id)"), Number(-100, 100, bias, also=" (-100 bans)")
+        found: dict[int, float] = {}
+        for key, one in value.items():
+            decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+            at = check(name, int(key) if decimal else key)
+            require(at not in found, name, value, f"token {at} is in it twice; give each id once, for instance {self.example}")
+            found[at] = number(name, one)
+        return found
+
+
+Check = Callable[[str, Any], Any]
+
+
+def setting(default: Any, check: Check, none: bool = False) -> Any:
+    """A field of a frozen dataclass whose __post_init__ calls `convert`. none: None has a meaning of its own and stays; a
+    default of None always does."""
+    return dataclasses.field(default=default, metadata={"check": check, "none": none})
+
+
+def required(check: Check) -> Any:
+    """The same without a default."""
+    return dataclasses.field(metadata={"check": check, "none": False})
+
+
+def convert(settings: Any) -> None:
+    """Check and convert every field of a dataclass made of `setting` and `required`, in place. Raises SettingError."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value is None and not field.metadata["none"] and field.default is not dataclasses.MISSING:
+            value = field.default
+        if value is not None or field.default is dataclasses.MISSING:
+            value = field.metadata["check"](field.name, value)
+        object.__setattr__(settings, field.name, value)
+
+
+def read_text(name: str, path: Path) -> str:
+    """The text of a file in UTF-8, with or without a byte-order mark. name: of the setting that gave the file. Raises
+    SettingError if it cannot be read, with the place of the first byte that is not UTF-8."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SettingError(name, str(path), f"cannot be read ({error.strerror}); give a file that can") from None
+    return decoded(name, str(path), data)
+
+
+def decoded(name: str, source: str, data: bytes) -> str:
+    """The text of bytes in UTF-8. source: where they are from, for the message. Raises SettingError."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        start = data.rfind(b"\n", 0, error.start) + 1
+        line = data.count(b"\n", 0, error.start) + 1
+        place = f"line {line}, byte {error.start - start + 1} of it (0x{data[error.start]:02x})"
+        remedy = f"not UTF-8 at {place}; convert it, for instance with iconv -f latin1 -t utf-8"
+        raise SettingError(name, source, remedy) from None
