@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -84,6 +85,7 @@ class FakeLLM:
     def __init__(self, arm: Arm, script: Script, clock: Clock, log: list[tuple[str, Any, SamplingParams]]) -> None:
         self.arm, self.script, self.clock, self.log = arm, script, clock, log
         self.tokenizer, self.stats = Tokenizer(), Stats()
+        self.model = SimpleNamespace(target=SimpleNamespace(vocab=1000))
         self.cleared = False
         self.draw = random.Random(arm.name)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from forerun import __version__, cli
@@ -111,7 +112,13 @@ def test_a_prediction_from_a_file_is_used(model: str, tmp_path: Path) -> None:
     "arguments, words",
     [
         (("generate", "x", "--top-p", "2"), ("top_p=2.0",)),
-        (("generate", "x", "-s", "eagle"), ("speculative_config", "ngram")),
+        (("generate", "x", "-s", "eagle"), ("speculative_config", "not there yet", "ngram", "draft_model")),
+        (("generate", "x", "-s", "medusa"), ("speculative_config", "ngram", "draft_model")),
+        (("bench", "-a", "mtp:k=2"), ("arms", "not there yet", "ngram")),
+        (("bench", "-a", "ngram:k=²"), ("arms", "ngram:k=2,4,8")),
+        (("generate", "half a pair: \ud800"), ("prompt", "surrogate")),
+        (("generate", "x", "--stop", ""), ("stop=''",)),
+        (("generate", "x", "-t", "nan"), ("temperature=nan", "0.7")),
         (("generate", "x", "-s", '{"method": "ngram", "prompt_lookup_mix": 2}'), ("prompt_lookup_mix", "prompt_lookup_min")),
         (("generate", "x", "-m", "/nowhere/at/all"), ("model", "/nowhere/at/all")),
         (("generate", "  "), ("prompt",)),
@@ -134,6 +141,38 @@ def test_a_setting_that_cannot_be_used_is_one_line_and_exit_code_2(arguments: tu
 def test_a_prompt_that_does_not_fit_is_such_a_line_too(model: str) -> None:
     failed = call("generate", "the " * 50, "-m", model, "--max-model-len", "20")
     assert failed.exit_code == 2 and failed.stderr.startswith("error: ") and "max_model_len" in failed.stderr
+
+
+@pytest.mark.parametrize("name", ["prompt", "prediction", "template", "file"])
+def test_text_that_is_not_utf_8_is_such_a_line_with_the_place(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "latin1.txt"
+    path.write_bytes("plain\r\nna\u00efve".encode("latin1"))
+    how: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+        "prompt": (("generate", "-"), {"input": path.read_bytes()}),
+        "prediction": (("generate", "x", "-s", "prediction", "--prediction", f"@{path}"), {}),
+        "template": (("bench", "-e", "vllm", "--template", str(path)), {}),
+        "file": (("report", str(path)), {}),
+    }
+    arguments, more = how[name]
+    failed = call(*arguments, **more)
+    said = failed.stderr.splitlines()[-1]
+    assert failed.exit_code == 2 and said.startswith("error: ") and "Traceback" not in failed.stderr
+    assert "0xef" in said and ("line 2 has byte 0xef at column 3" in said or name == "file")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(model: str, tmp_path: Path) -> None:
+    arguments = ("-m", model, "-n", "3", "--json")
+    plain = json.loads(call("generate", "the thing", *arguments).stdout)
+    marked = json.loads(call("generate", "-", *arguments, input=b"\xef\xbb\xbfthe thing").stdout)
+    assert marked["prompt_tokens"] == plain["prompt_tokens"] and marked["text"] == plain["text"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("command", [("generate", "x"), ("bench",)])
+def test_a_device_that_is_not_there_is_such_a_line(model: str, command: tuple[str, ...]) -> None:
+    failed = call(*command, "-m", model, "--device", "cuda")
+    said = failed.stderr.splitlines()[-1]
+    assert failed.exit_code == 2 and said.startswith("error: device='cuda'") and "give cpu" in said
 
 
 def test_no_prompt_on_a_terminal_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,11 @@ from tests.test_engine import PARAMS, Answer, prompts, request, run
 from tests.tiny import VOCAB, tiny_model
 
 PADDED = PromptSizes((16, 40, 64), (2, 8))
+SPECULATION = {
+    "ngram": Speculation("ngram", 3, 2, 5),
+    "prediction": Speculation("prediction", 3),
+    "draft_model": Speculation("draft_model", 3, model="x"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ def served(
 ) -> tuple[Engine, dict[str, Answer], list[tuple[int, int]]]:
     """Requests of every kind that join and leave, prompts longer than a chunk and preemption among them; the engine after
     it, the answers, and the (tokens, rows) that launches of prompts had."""
-    speculation = Speculation(method, 3, 2, 5, model="x", draft_sample_method="greedy") if method else None
+    speculation = SPECULATION[method] if method else None
     config = EngineConfig(
         max_num_seqs=6, max_num_batched_tokens=64, kv_cache_tokens=240, block_size=8, enable_prefix_caching=False,
         adaptive_drafts=False, speculation=speculation,
@@ -200,7 +205,7 @@ def test_a_launch_of_prompts_fits_a_graph(target: Target, method: str | None, fe
     state.sampling.host = False
     key = PromptKey(120, 4, features, 1)
     if method:
-        speculation = Speculation(method, 3, 2, 5, model="x", draft_sample_method="greedy")
+        speculation = SPECULATION[method]
         parts = (state.slots, state.slots, state.sampling, state.kv, EngineConfig(), True, VOCAB, target)
         state.lives = Lives(state.slots, 3, target.vocab, probs=False)
         drafter = TABLE[method](speculation, Surroundings(*parts))

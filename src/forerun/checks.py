@@ -15,9 +15,9 @@ The same rules hold for every setting:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 LARGEST = 2**31 - 1  # of whole numbers where nothing else limits them; it fits every tensor and every kernel
@@ -29,7 +29,7 @@ class SettingError(ValueError):
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
         super().__init__(f"{name}={shown(value)}: {remedy}")
-        self.name, self.value = name, value
+        self.name, self.value, self.remedy = name, value, remedy
 
 
 class LoadError(SettingError):
@@ -66,6 +66,18 @@ def whole(value: Any) -> int | None:
     return None
 
 
+def finite(value: Any) -> float | None:
+    """The finite number that a value is, None if it is none."""
+    value = plain(value)
+    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
+        return None
+    try:
+        found = float(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+    return found if math.isfinite(found) else None
+
+
 @dataclass(frozen=True)
 class Whole:
     """A whole number from low to high. also: what else the message should say, beginning with its own comma or semicolon."""
@@ -96,14 +108,10 @@ class Number:
     def __call__(self, name: str, value: Any) -> float:
         start = f"above {self.low:g} and at most" if self.above else f"from {self.low:g} to"
         remedy = f"give a number {start} {self.high:g}{self.also}, for instance {self.example}"
-        value, given = plain(value), value
-        require(hasattr(value, "__float__") and not isinstance(value, bool), name, given, remedy)
-        require(getattr(value, "shape", ()) == (), name, given, remedy)  # no array of one number
-        try:
-            found = float(value)
-        except (OverflowError, TypeError, ValueError):
-            raise SettingError(name, given, remedy) from None
-        require(self.low < found <= self.high or (found == self.low and not self.above), name, given, remedy)
+        found = finite(value)
+        ok = found is not None and self.low <= found <= self.high and not (self.above and found == self.low)
+        require(ok, name, value, remedy)
+        assert found is not None
         return found
 
 
@@ -201,6 +209,20 @@ def several(name: str, value: Any, remedy: str) -> list[Any]:
     return list(value)
 
 
+def _ids(name: str, items: list[Any], remedy: str) -> tuple[int, ...]:
+    """The items as token ids. Raises SettingError with the first that is none."""
+    if all(type(i) is int and 0 <= i <= LARGEST for i in items):
+        return tuple(items)
+    found = []
+    for item in items:
+        number = whole(item)
+        ok = number is not None and 0 <= number <= LARGEST
+        require(ok, name, item, f"a token id is a whole number from 0 to {LARGEST}; {remedy}")
+        assert number is not None
+        found.append(number)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class TokenIds:
     """Token ids, as a tuple. Whether the model has them is found out where the model is known. ordered: a set is refused."""
@@ -211,11 +233,7 @@ class TokenIds:
     def __call__(self, name: str, value: Any) -> tuple[int, ...]:
         remedy = f"give a list of token ids, for instance {list(self.example)}"
         require(not (self.ordered and isinstance(value, Set)), name, value, remedy)
-        ids = several(name, value, remedy)
-        if all(type(i) is int and 0 <= i <= LARGEST for i in ids):
-            return tuple(ids)
-        check = Whole(0, LARGEST, self.example[0], " (a token id)")
-        return tuple(check(name, i) for i in ids)
+        return _ids(name, several(name, value, remedy), remedy)
 
 
 @dataclass(frozen=True)
@@ -225,12 +243,11 @@ class TokenSequences:
     example: tuple[tuple[int, ...], ...]
 
     def __call__(self, name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-        remedy = f"give sequences of one token id or more, for instance {[list(ids) for ids in self.example]}"
-        check = TokenIds(self.example[0])
+        remedy = f"give lists of one token id or more, for instance {[list(ids) for ids in self.example]}"
         found = []
         for one in several(name, value, remedy):
             require(not isinstance(one, Set), name, value, remedy)
-            ids = check(name, several(name, one, remedy))
+            ids = _ids(name, several(name, one, remedy), remedy)
             require(bool(ids), name, value, remedy)
             found.append(ids)
         return tuple(found)
@@ -243,17 +260,77 @@ class Biases:
     example: Mapping[int, float]
 
     def __call__(self, name: str, value: Any) -> dict[int, float]:
-        remedy = f"give a mapping of token ids to numbers from -100 to 100, for instance {dict(self.example)}"
+        remedy = f"give a mapping of token ids to numbers from -100 (banned) to 100, for instance {dict(self.example)}"
         require(isinstance(value, Mapping), name, value, remedy)
-        ((token, bias),) = self.example.items()
-        check, number = Whole(0, LARGEST, token, " (a token id)"), Number(-100, 100, bias, also=" (-100 bans)")
         found: dict[int, float] = {}
         for key, one in value.items():
-            decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
-            at = check(name, int(key) if decimal else key)
-            require(at not in found, name, value, f"token {at} is in it twice; give each id once, for instance {self.example}")
-            found[at] = number(name, one)
+            (token,) = _ids(name, [int(key) if _decimal(key) else key], remedy)
+            require(token not in found, name, value, f"token {token} is in it twice; {remedy}")
+            bias = finite(one)
+            require(bias is not None and -100 <= bias <= 100, name, one, remedy)
+            assert bias is not None
+            found[token] = bias
         return found
+
+
+def _decimal(key: Any) -> bool:
+    """Whether a key is a number as JSON's keys write it."""
+    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+
+
+PROMPT = "give a text or a list of token ids, for instance 'Once upon a time'"
+MESSAGES = "give a list of messages, for instance [{'role': 'user', 'content': 'Hello'}]"
+
+
+def prompt(name: str, value: Any) -> str | tuple[int, ...]:
+    """A prompt: a text, or token ids. Raises SettingError."""
+    if isinstance(value, str):
+        return written(name, str(value), "Once upon a time")
+    require(not isinstance(value, Set), name, value, PROMPT)
+    return _ids(name, several(name, value, PROMPT), PROMPT)
+
+
+def prompts(name: str, value: Any) -> list[str | tuple[int, ...]]:
+    """One prompt or several: a list that begins with a text or with a list holds several. Raises SettingError."""
+    if isinstance(value, str):
+        return [prompt(name, value)]
+    require(not isinstance(value, Set), name, value, PROMPT)
+    items = [plain(item) for item in several(name, value, PROMPT)]
+    if items and not isinstance(items[0], Iterable):
+        return [prompt(name, items)]
+    return [prompt(name, item) for item in items]
+
+
+def messages(name: str, value: Any) -> list[Mapping[str, Any]]:
+    """The messages of one conversation. Raises SettingError."""
+    found = several(name, value, MESSAGES)
+    require(bool(found), name, value, MESSAGES)
+    for one in found:
+        require(isinstance(one, Mapping) and isinstance(one.get("role"), str), name, one, MESSAGES)
+    return found
+
+
+def conversations(name: str, value: Any) -> list[list[Mapping[str, Any]]]:
+    """One conversation or several, each a list of messages. Raises SettingError."""
+    items = several(name, value, MESSAGES)
+    if items and isinstance(items[0], Mapping):
+        return [messages(name, items)]
+    return [messages(name, item) for item in items]
+
+
+def tools(name: str, value: Any) -> list[Mapping[str, Any]]:
+    """Descriptions of functions for a chat template. Raises SettingError."""
+    remedy = "give a list of mappings, for instance [{'type': 'function', 'function': {'name': 'time'}}]"
+    found = several(name, value, remedy)
+    require(all(isinstance(one, Mapping) for one in found), name, value, remedy)
+    return found
+
+
+def variables(name: str, value: Any) -> Mapping[str, Any]:
+    """Variables of a chat template by name. Raises SettingError."""
+    known = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    require(known, name, value, "give a mapping of names to values, for instance {'enable_thinking': False}")
+    return dict(value)
 
 
 Check = Callable[[str, Any], Any]
@@ -279,25 +356,3 @@ def convert(settings: Any) -> None:
         if value is not None or field.default is dataclasses.MISSING:
             value = field.metadata["check"](field.name, value)
         object.__setattr__(settings, field.name, value)
-
-
-def read_text(name: str, path: Path) -> str:
-    """The text of a file in UTF-8, with or without a byte-order mark. name: of the setting that gave the file. Raises
-    SettingError if it cannot be read, with the place of the first byte that is not UTF-8."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise SettingError(name, str(path), f"cannot be read ({error.strerror}); give a file that can") from None
-    return decoded(name, str(path), data)
-
-
-def decoded(name: str, source: str, data: bytes) -> str:
-    """The text of bytes in UTF-8. source: where they are from, for the message. Raises SettingError."""
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        start = data.rfind(b"\n", 0, error.start) + 1
-        line = data.count(b"\n", 0, error.start) + 1
-        place = f"line {line}, byte {error.start - start + 1} of it (0x{data[error.start]:02x})"
-        remedy = f"not UTF-8 at {place}; convert it, for instance with iconv -f latin1 -t utf-8"
-        raise SettingError(name, source, remedy) from None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun import __version__, textfile
-from forerun.types import SettingError, require
+from forerun.checks import SettingError, require, written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -762,9 +762,9 @@ def _prompt(given: str | None) -> str:
         raise SettingError(
             "prompt", None, 'give a text, for instance forerun generate "Once upon a time", or - to read standard input'
         )
-    text = sys.stdin.read() if given in (None, "-") else str(given)
-    require(bool(text.strip()), "prompt", text, "it is empty; give a text")
-    return text
+    text = textfile.decoded("prompt", "-", sys.stdin.buffer.read()) if given in (None, "-") else str(given)
+    require(bool(text.strip()), "prompt", text, "it is empty; give a text, for instance 'Once upon a time'")
+    return written("prompt", text, "Once upon a time")
 
 
 def _prediction(given: str | None) -> str | None:

@@ -36,6 +36,8 @@ PLANNED = ("eagle", "eagle3", "mtp", "dflash")  # methods of other engines that 
 NGRAM_DEFAULT = 5  # vLLM's: both look-up lengths unset means 5 and 5
 MOST_DRAFTED = 64  # num_speculative_tokens at most
 CACHED = 8192  # an example of kv_cache_tokens
+DTYPE = Choice(("auto", "float32", "bfloat16", "float16"))
+DEVICE = Choice(("auto", "cpu", "cuda"))
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DEPTH = Whole(2, 1024, 24)
 APART = "[[1, 8, 1], [9, 64, 0]]"
@@ -50,7 +52,8 @@ def known_method(name: str, value: Any, also: str = "") -> str:
     return METHODS[METHODS.index(word)]
 
 
-def _model(name: str, value: Any) -> str:
+def model_name(name: str, value: Any) -> str:
+    """A model's folder, file or id as a text. Raises SettingError."""
     return Text("smollm2-135m-instruct")(name, str(value) if isinstance(value, Path) else value)
 
 
@@ -103,7 +106,7 @@ class Speculation:
     suffix_decoding_max_cached_requests: int = setting(10000, Whole(0, LARGEST, 10000, " (0: no shared tree)"))
     suffix_decoding_max_spec_factor: float = setting(1.0, Number(0, 100, 1.0, above=True))
     suffix_decoding_min_token_prob: float = setting(0.1, Number(0, 1, 0.1))
-    model: str | None = setting(None, _model)
+    model: str | None = setting(None, model_name)
     max_model_len: int | None = setting(None, Whole(2, LARGEST, 2048))
     draft_sample_method: str = setting("greedy", Choice(("greedy", "probabilistic")))
     rejection_sample_method: str = setting("standard", Choice(("standard", "block")))
@@ -157,8 +160,8 @@ class Speculation:
         known = [f.name for f in dataclasses.fields(cls)]
         for key, one in given.items():
             close = difflib.get_close_matches(str(key), known, 1)
-            remedy = f"unknown key; did you mean {close[0]}?" if close else f"unknown key; known are {', '.join(known)}"
-            require(key in known, str(key), one, remedy)
+            remedy = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}; give for instance {EXAMPLE}"
+            require(key in known, str(key), one, f"unknown key; {remedy}")
         settings = {key: one for key, one in given.items() if one is not None}
         method = known_method("method", settings.get("method"))
         for key, one in settings.items():
@@ -213,8 +216,8 @@ class EngineConfig:
     Raises SettingError.
     """
 
-    dtype: str = setting("auto", Choice(("auto", "float32", "bfloat16", "float16")))
-    device: str = setting("auto", Choice(("auto", "cpu", "cuda")))
+    dtype: str = setting("auto", DTYPE)
+    device: str = setting("auto", DEVICE)
     max_model_len: int | None = setting(None, Whole(2, LARGEST, 2048, ", or None for the model's"))
     max_num_seqs: int = setting(32, Whole(1, 1024, 32))
     max_num_batched_tokens: int | None = setting(None, Whole(1, LARGEST, 2048, ", or None for the device's default"))

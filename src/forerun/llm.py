@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from forerun.config import EngineConfig, Speculation
+from forerun import checks
+from forerun.config import DEVICE, DTYPE, EngineConfig, Speculation, model_name
 from forerun.drafters import Drafter
 from forerun.drafters.table import TABLE, Surroundings
 from forerun.engine.engine import Engine, EngineStats
+from forerun.engine.memory import fits_memory
 from forerun.engine.scheduler import Sequence as Live
 from forerun.engine.slots import Slots
 from forerun.engine.stats import DraftStats
@@ -29,7 +31,7 @@ from forerun.models import hub
 from forerun.models.decoder import KVCache, Target
 from forerun.models.generation import default_sampling
 from forerun.models.tokenizer import Detokenizer, Tokenizer
-from forerun.types import FinishReason, Logprob, Request, SamplingParams, SettingError, require
+from forerun.types import FinishReason, Logprob, Request, SamplingParams, SettingError, require, sampling_params
 from forerun.verify.noise import child_seed, request_seed
 from forerun.verify.sampling import SamplingState
 
@@ -166,9 +168,17 @@ class LLM:
             gpu_memory_utilization,
             Speculation.parse(speculative_config),
         )
+        dtype, device = config.dtype, config.device
         loaded = model if isinstance(model, LoadedModel) else LLM.load(model, dtype, device)
+        for name, given, there in (
+            ("dtype", dtype, str(loaded.target.dtype).removeprefix("torch.")),
+            ("device", device, loaded.target.device.type),
+        ):
+            require(given in ("auto", there), name, given, f"the loaded model's is {there}; give {there} or auto")
+        fits_memory(config.kv_cache_tokens, loaded.target.kv_bytes_per_token, loaded.target.device)
         self.model, self.tokenizer = loaded, loaded.tokenizer
         tokenizer = loaded.tokenizer  # the engine holds this and not the LLM, which is then gone as soon as nobody uses it
+        vocab = min(tokenizer.size, loaded.target.vocab)
         speculation = config.speculation
         drafter_model, context = None, None
         if speculation is not None and speculation.model is not None:
@@ -186,24 +196,29 @@ class LLM:
         def make_drafter(slots: Slots, mirror: Slots, sampling: SamplingState, kv: KVCache, fixed: bool) -> Drafter | None:
             if speculation is None:
                 return None
-            around = Surroundings(slots, mirror, sampling, kv, config, fixed, tokenizer.size, drafter_model)
+            around = Surroundings(slots, mirror, sampling, kv, config, fixed, vocab, drafter_model)
             return TABLE[speculation.method](speculation, around)
 
         self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(tokenizer))
         self.engine.warm_up()
         LOG.info(self.engine.capacity())
         self._numbers = itertools.count()
-        self._idle_drafter = IdleDrafter(speculation, max_num_seqs, context)
+        self._idle_drafter = IdleDrafter(speculation, config.max_num_seqs, context)
         self._end_ids = tuple(dict.fromkeys((*loaded.target.config.eos_ids, *tokenizer.end_ids)))
 
     @staticmethod
     def load(model: str | Path | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-        """Resolve, fetch if need be, and load a model and its tokenizer once, to be shared."""
-        folder = hub.resolve(model)
+        """Resolve, fetch if need be, and load a model and its tokenizer once, to be shared. Raises SettingError."""
+        name = hub.DEFAULT if model is None else model_name("model", model)
+        dtype = DTYPE("dtype", "auto" if dtype is None else dtype)
+        device = DEVICE("device", "auto" if device is None else device)
+        there = device != "cuda" or torch.cuda.is_available()
+        require(there, "device", device, "torch finds no CUDA device on this machine; give cpu or auto")
+        folder = hub.resolve(name)
         where = torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
         target, tokenizer = Target.load(folder, dtype, where), Tokenizer(folder)
         target.keep_vocabulary(tokenizer.size)
-        return LoadedModel(str(model or hub.DEFAULT), folder, target, tokenizer, default_sampling(folder))
+        return LoadedModel(name, folder, target, tokenizer, default_sampling(folder))
 
     def settings(self) -> dict[str, Any]:
         """Every setting in force, defaults filled in. default_sampling: what requests without SamplingParams get in which the
@@ -232,8 +247,10 @@ class LLM:
         generation_config.json recommends it (see `settings`), and 16 tokens. progress is called after each step with
         (completions done, tokens produced). Outputs come in the order of the prompts. Raises SettingError before anything
         runs; if interrupted, what was running is aborted."""
-        texts = self._prompts(prompts)
+        texts = [self._ids(prompt) for prompt in checks.prompts("prompts", prompts)]
         each = self._params(params, len(texts))
+        usable = progress is None or callable(progress)
+        require(usable, "progress", progress, "give a function of two numbers, for instance print")
         requests = [self._requests(prompt, p) for prompt, p in zip(texts, each, strict=True)]
         growing: dict[str, _Growing] = {}
         try:
@@ -274,7 +291,7 @@ class LLM:
     ) -> list[Output]:
         """Answer one conversation or several, rendered with the model's chat template. params, progress: as in `generate`; the
         others: as in `chat_ids`."""
-        many: Any = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
+        many = checks.conversations("conversations", conversations)
         prompts = [
             self.chat_ids(
                 conversation,
@@ -300,19 +317,22 @@ class LLM:
         add_generation_prompt: end with the beginning of an answer; None: unless continue_final_message, with which the prompt
         ends within the last message, for the model to go on with it. chat_template_kwargs: other variables that the template
         reads, for instance enable_thinking or documents. Raises SettingError for what the template does not read."""
-        both = bool(add_generation_prompt) and continue_final_message
-        require(not both, "add_generation_prompt", add_generation_prompt, "continue_final_message is on; give one of the two")
-        text = self.tokenizer.render_chat(
-            messages, add_generation_prompt is not False, tools, chat_template_kwargs, continue_final_message
-        )
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        given = checks.messages("messages", messages)
+        going_on = checks.Flag()("continue_final_message", continue_final_message)
+        begun = not going_on if add_generation_prompt is None else checks.Flag()("add_generation_prompt", add_generation_prompt)
+        remedy = "continue_final_message is on; give one of the two"
+        require(not (begun and going_on), "add_generation_prompt", add_generation_prompt, remedy)
+        described = None if tools is None else checks.tools("tools", tools)
+        variables = None if chat_template_kwargs is None else checks.variables("chat_template_kwargs", chat_template_kwargs)
+        text = self.tokenizer.render_chat(given, begun or going_on, described, variables, going_on)
+        return self.tokenizer.encode(checks.written("messages", text, "Hello"), add_special_tokens=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Continue one prompt, a chunk for each step that committed tokens. params: None as in `generate`. Closing the iterator
         aborts the request."""
-        given = self.model.sampling if params is None else params
+        given = self.model.sampling if params is None else sampling_params("params", params)
         require(given.n == 1, "n", given.n, "a stream is of one completion; give 1, or use generate")
-        (request,) = self._requests(self._prompts([prompt])[0], given)
+        (request,) = self._requests(self._ids(checks.prompt("prompt", prompt)), given)
         live = self.engine.add(request)
         try:
             while self.engine.has_work:
@@ -328,28 +348,28 @@ class LLM:
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
         """The request that `stream` would run, for a caller that drives `engine` itself. Raises SettingError."""
-        require(params.n == 1, "n", params.n, "give 1")
-        return self._requests(self._prompts([prompt])[0], params)[0]
+        require(sampling_params("params", params).n == 1, "n", params.n, "give 1")
+        return self._requests(self._ids(checks.prompt("prompt", prompt)), params)[0]
 
-    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[int, ...]]:
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        many: Any = [prompts] if one else prompts
-        return [tuple(self.tokenizer.encode(p) if isinstance(p, str) else p) for p in many]
+    def _ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        """The token ids of a prompt."""
+        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        require(bool(ids), "prompt", prompt, "it has no tokens; give at least one, for instance 'Once upon a time'")
+        return ids
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [self.model.sampling if params is None else params] * count
-        require(
-            len(params) == count,
-            "params",
-            f"{len(params)} of them",
-            f"give one for all, or one for each of the {count} prompts",
-        )
-        return list(params)
+        remedy = f"give one SamplingParams for all, or one for each of the {count} prompts"
+        each = checks.several("params", params, remedy)
+        require(len(each) == count, "params", f"{len(each)} of them", remedy)
+        return [sampling_params("params", one) for one in each]
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """The token sequences of a bad word: as it stands, and as it stands behind a space."""
-        return list({tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (word, " " + word.lstrip())})
+        """The token sequences of a bad word: as it stands, and as it stands behind a space; without those that hold a token
+        which the model lacks, since it never produces them."""
+        found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (word, " " + word.lstrip())}
+        return [ids for ids in found if ids and max(ids) < self.model.target.vocab]
 
     def _requests(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
         """n requests, seeded apart, with every default filled in."""

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from forerun.types import SettingError, require
+from forerun.checks import SettingError, require
 
 _OTHER = {  # how a file of another kind begins; UTF-32 before UTF-16, whose mark it begins with
     b"\xff\xfe\x00\x00": "UTF-32",
@@ -27,18 +27,23 @@ def read(setting: str, path: Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise SettingError(setting, str(path), f"cannot be read ({error.strerror}); give a text file in UTF-8") from None
+    return decoded(setting, str(path), data)
+
+
+def decoded(setting: str, source: str, data: bytes) -> str:
+    """The same for bytes. source: where they are from."""
     for mark, kind in _OTHER.items():
-        require(not data.startswith(mark), setting, str(path), f"it is {kind}; give it as plain text in UTF-8")
+        require(not data.startswith(mark), setting, source, f"it is {kind}; give it as plain text in UTF-8")
     data = data.removeprefix(b"\xef\xbb\xbf")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         line, column = data.count(b"\n", 0, error.start) + 1, error.start - data.rfind(b"\n", 0, error.start)
         where = f"line {line} has byte 0x{data[error.start]:02x} at column {column}, which is not UTF-8"
-        raise SettingError(setting, str(path), f"{where}; save the file in UTF-8") from None
+        raise SettingError(setting, source, f"{where}; save it in UTF-8") from None
     at = text.find("\0")
     line = text.count("\n", 0, max(at, 0)) + 1
-    require(at < 0, setting, str(path), f"line {line} has a zero byte, as UTF-16 has; save the file in UTF-8")
+    require(at < 0, setting, source, f"line {line} has a zero byte, as UTF-16 has; save it in UTF-8")
     return text
 
 

@@ -90,8 +90,8 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-def _params(name: str, value: Any) -> SamplingParams:
-    """The check of Request.params."""
+def sampling_params(name: str, value: Any) -> SamplingParams:
+    """The value if it is SamplingParams. Raises SettingError."""
     require(isinstance(value, SamplingParams), name, value, "give SamplingParams, for instance SamplingParams(max_tokens=64)")
     return value
 
@@ -108,7 +108,7 @@ class Request:
 
     id: str = required(Text("request-1"))
     prompt_ids: tuple[int, ...] = required(TokenIds((1, 2, 3), ordered=True))
-    params: SamplingParams = required(_params)
+    params: SamplingParams = required(sampling_params)
     max_tokens: int = required(Whole(0, LARGEST, 256))
     seed: int = required(Seed())
     stop_ids: tuple[int, ...] = setting((), TokenIds((2,)))

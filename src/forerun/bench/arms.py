@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.config import METHODS, Speculation
-from forerun.types import SettingError, require
+from forerun.checks import require
+from forerun.config import Speculation, known_method
 
 BASELINE = "baseline"
 CONTROL = "baseline again"
@@ -43,16 +43,14 @@ def _one(text: str) -> list[Arm]:
         assert speculation is not None
         return [Arm(_name(speculation), speculation)]
     method, colon, rest = text.partition(":")
-    if method not in METHODS:
-        raise SettingError(
-            "arms", text, f"give one of {', '.join(METHODS)}, one with draft lengths as in ngram:k=2,4,8, or JSON"
-        )
+    known_method("arms", method, ", one with draft lengths as in ngram:k=2,4,8, or JSON")
     if not colon:
         speculation = _of(method, None)
         return [Arm(_name(speculation), speculation)]
     key, _, numbers = rest.partition("=")
-    lengths = numbers.split(",")
-    require(key == "k" and all(n.strip().isdigit() for n in lengths), "arms", text, "give draft lengths as in ngram:k=2,4,8")
+    lengths = [n.strip() for n in numbers.split(",")]
+    fit = all(n.isascii() and n.isdigit() and len(n) < 10 for n in lengths)
+    require(key == "k" and fit, "arms", text, "give draft lengths as in ngram:k=2,4,8")
     return [Arm(f"{method} k={k}", _of(method, k)) for k in (int(n) for n in lengths)]
 
 

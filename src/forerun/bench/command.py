@@ -23,7 +23,7 @@ from forerun.bench.record import Load, Record
 from forerun.bench.run import Plan, Subject
 from forerun.bench.servers import Launch, Server, available_memory
 from forerun.bench.sides import Embedded, Launched, Running, Side
-from forerun.types import SettingError, require
+from forerun.checks import SettingError, require, whole
 
 if TYPE_CHECKING:
     from forerun.bench.embedded import Watcher
@@ -209,7 +209,7 @@ def _embedded(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
     if plan.control:
         sides.append(sides[0])
     tokenizer = loaded.tokenizer
-    ids = run.random_ids(tokenizer.size, frozenset(tokenizer.special_ids))
+    ids = run.random_ids(loaded.target.vocab, frozenset(tokenizer.special_ids))
     return Subject(loaded.name, "forerun", tuple(sides), ids, True, tuple(command))
 
 
@@ -337,8 +337,19 @@ def _ids(tokenizer: str | None, plan: Plan) -> Any:
     from forerun.models import hub
     from forerun.models.tokenizer import Tokenizer
 
-    known = Tokenizer(hub.resolve(tokenizer))
-    return run.random_ids(known.size, frozenset(known.special_ids))
+    folder = hub.resolve(tokenizer)
+    known = Tokenizer(folder)
+    return run.random_ids(min(known.size, _rows(folder) or known.size), frozenset(known.special_ids))
+
+
+def _rows(folder: Path) -> int | None:
+    """How many token ids the model in a folder has, None if its config.json does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        size = (config.get("text_config") or config).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return whole(size)
 
 
 def _headers(options: Options) -> dict[str, str]:

@@ -194,7 +194,7 @@ def _ask(llm: LLM, prompts: Sequence[Prompt], params: list[SamplingParams]) -> l
 def _random_ids(llm: LLM, prompt: Prompt) -> list[int]:
     """Ids drawn evenly from the vocabulary, but for those that stand for structure (end of text, roles)."""
     special = llm.tokenizer.special_ids
-    ordinary = [i for i in range(llm.tokenizer.size) if i not in special]
+    ordinary = [i for i in range(llm.model.target.vocab) if i not in special]
     return random.Random(prompt.seed).choices(ordinary, k=prompt.random_ids)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from forerun import textfile
 from forerun.bench.openai import DIALECTS
-from forerun.types import SettingError, require
+from forerun.checks import SettingError, require
 
 ENGINES = ("vllm", "llamacpp", "xllamacpp", "sglang", "tensorrt-llm")
 _PLACE = re.compile(r"\{(\w+)\}")

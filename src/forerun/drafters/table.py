@@ -20,7 +20,7 @@ from forerun.verify.sampling import SamplingState
 class Surroundings(NamedTuple):
     """What a drafter can be built on: the engine's state, and for draft_model the drafter's weights. slots are those of
     the steps and may lie on a GPU; mirror follows them on the host, a step late on a GPU, else they are the same. fixed: steps
-    are of fixed shape. vocab: the ids that the tokenizer has."""
+    are of fixed shape. vocab: ids below it may be drafted: the tokenizer has them, and so does the target."""
 
     slots: Slots
     mirror: Slots
@@ -46,6 +46,9 @@ def _draft_model(s: Speculation, e: Surroundings) -> Drafter:
     most = e.model.max_positions
     limit = s.max_model_len or most
     require(limit <= most, "max_model_len", limit, f"the drafter takes at most {most}")
+    ids = e.model.config.vocab_size
+    remedy = f"it has {ids} token ids and the target {e.vocab}; give a drafter that has them all"
+    require(ids >= e.vocab, "model", s.model, remedy)
     kv = e.model.kv_cache(e.kv.pages, e.kv.block_size)
     vocab = min(e.vocab, e.model.vocab)
     sampled = s.draft_sample_method == "probabilistic"

@@ -218,6 +218,7 @@ class Engine:
 
     def add(self, request: Request) -> Sequence:
         """Queue a request; returns its sequence, to be read as it runs. Raises SettingError if it can never run here."""
+        require(isinstance(request, Request), "request", request, "give a forerun.types.Request, for instance LLM.prepare's")
         prompt, limit = len(request.prompt_ids), self.max_model_len
         require(request.id not in self._live, "request id", request.id, "it is in use; give another")
         require(

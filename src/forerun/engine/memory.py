@@ -19,6 +19,14 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def fits_memory(tokens: int | None, each: int, device: torch.device) -> None:
+    """Raise SettingError for more tokens of KV cache, `each` bytes a token, than the device's whole memory holds. None fits."""
+    cuda = device.type == "cuda"
+    total = torch.cuda.mem_get_info(device)[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    remedy = f"a token takes {each:,} bytes, and there are {total / 1e9:.1f} GB in all; give for instance {total // each // 4}"
+    require(tokens is None or tokens * each <= total, "kv_cache_tokens", tokens, remedy)
+
+
 def tokens_on_gpu(
     total: int, free: int, share: float, weights: int, other: int, each: int, longest: int, captured: bool
 ) -> int:
