@@ -23,6 +23,7 @@ from forerun.drafters import Drafter
 from forerun.drafters.table import TABLE, Surroundings
 from forerun.engine.engine import Engine, EngineStats
 from forerun.engine.memory import fits_memory
+from forerun.engine.owner import Owner, Stream
 from forerun.engine.scheduler import Sequence as Live
 from forerun.engine.slots import Slots
 from forerun.engine.stats import DraftStats
@@ -31,7 +32,16 @@ from forerun.models import hub
 from forerun.models.decoder import KVCache, Target
 from forerun.models.generation import default_sampling
 from forerun.models.tokenizer import Detokenizer, Tokenizer
-from forerun.types import FinishReason, Logprob, Request, SamplingParams, SettingError, require, sampling_params
+from forerun.types import (
+    Event,
+    FinishReason,
+    Logprob,
+    Request,
+    SamplingParams,
+    SettingError,
+    require,
+    sampling_params,
+)
 from forerun.verify.noise import child_seed, request_seed
 from forerun.verify.sampling import SamplingState
 
@@ -71,7 +81,7 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One continuation: text without special tokens and stop strings, all its token ids (a stop token included), and how
-    they came, piece by piece."""
+    they came, piece by piece. error: why, if the finish reason is "error"; text and tokens are those before it."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -80,6 +90,7 @@ class Completion:
     stats: DraftStats
     timing: Timing
     pieces: tuple[Piece, ...] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,35 +113,51 @@ class Output:
 
 class Chunk(NamedTuple):
     """What one step added to a streamed answer. finish_reason: None before the last chunk. stats: the request's counts up to
-    this chunk; later steps do not change them. logprobs: of token_ids; None where none were asked for."""
+    this chunk; later steps do not change them. logprobs: of token_ids; None where none were asked for. error: why,
+    if the finish reason is "error"."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     stats: DraftStats
     logprobs: tuple[Logprob, ...] | None = None
+    error: str | None = None
 
 
 class _Growing:
     """A completion under way."""
 
-    def __init__(self, live: Live) -> None:
-        self.live, self.start = live, time.perf_counter()
+    def __init__(self, live: Live, start: float) -> None:
+        self.live, self.start = live, start
         self.text: list[str] = []
         self.tokens: list[int] = []
         self.logprobs: list[Logprob] = []
         self.pieces: list[Piece] = []
         self.first = self.end = 0.0
         self.reason: FinishReason | None = None
+        self.error: str | None = None
+
+    def take(self, at: float, event: Event) -> None:
+        """What one step added, read at `at` seconds."""
+        self.end = at
+        if event.tokens or event.finish_reason is None:
+            self.first = self.first or at
+            self.pieces.append(Piece(at - self.start, len(event.tokens), len(event.text)))
+        self.text.append(event.text)
+        self.tokens += event.tokens
+        self.logprobs += event.logprobs
+        self.reason, self.error = event.finish_reason, event.error
 
     def done(self) -> Completion:
         assert self.reason is not None
         start = self.start
-        timing = Timing(self.live.admitted_at - start, self.first - start, self.end - start)
+        admitted, first = self.live.admitted_at or self.end, self.first or self.end
+        timing = Timing(admitted - start, first - start, self.end - start)
         wanted = self.live.request.params.logprobs is not None
         logprobs = tuple(self.logprobs) if wanted else None
         pieces = tuple(self.pieces)
-        return Completion("".join(self.text), tuple(self.tokens), self.reason, logprobs, self.live.stats, timing, pieces)
+        text, stats = "".join(self.text), self.live.stats
+        return Completion(text, tuple(self.tokens), self.reason, logprobs, stats, timing, pieces, self.error)
 
 
 class LLM:
@@ -201,6 +228,7 @@ class LLM:
 
         self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(tokenizer))
         self.engine.warm_up()
+        self.owner = Owner(self.engine)
         LOG.info(self.engine.capacity())
         self._numbers = itertools.count()
         self._idle_drafter = IdleDrafter(speculation, config.max_num_seqs, context)
@@ -232,10 +260,12 @@ class LLM:
         return self.engine.stats
 
     def reset_stats(self) -> None:
-        self.engine.stats = EngineStats()
+        with self.owner.between_steps():
+            self.engine.stats = EngineStats()
 
     def clear_prefix_cache(self) -> None:
-        self.engine.scheduler.pages.clear()
+        with self.owner.between_steps():
+            self.engine.scheduler.pages.clear()
 
     def generate(
         self,
@@ -246,35 +276,28 @@ class LLM:
         """Continue each prompt (text, or token ids). params: one for all, or one each; None: the model's own sampling, as its
         generation_config.json recommends it (see `settings`), and 16 tokens. progress is called after each step with
         (completions done, tokens produced). Outputs come in the order of the prompts. Raises SettingError before anything
-        runs; if interrupted, what was running is aborted."""
+        runs; if interrupted, what was running is aborted. A request that fails later ends alone: its completion has the
+        finish reason "error" and says why. Other threads, open streams and `progress` may use the same LLM meanwhile: all
+        requests run in one batch."""
         texts = [self._ids(prompt) for prompt in checks.prompts("prompts", prompts)]
         each = self._params(params, len(texts))
         usable = progress is None or callable(progress)
         require(usable, "progress", progress, "give a function of two numbers, for instance print")
         requests = [self._requests(prompt, p) for prompt, p in zip(texts, each, strict=True)]
-        growing: dict[str, _Growing] = {}
+        start = time.perf_counter()
+        stream = self.owner.submit(list(itertools.chain.from_iterable(requests)))
+        growing = {name: _Growing(live, start) for name, live in stream.live.items()}
+        produced = finished = 0
         try:
-            for request in itertools.chain.from_iterable(requests):
-                growing[request.id] = _Growing(self.engine.add(request))
-            produced = finished = 0
-            while finished < len(growing):
-                for event in self.engine.step():
-                    one = growing[event.request_id]
-                    one.end = time.perf_counter()
-                    one.first = one.first or one.end
-                    one.pieces.append(Piece(one.end - one.start, len(event.tokens), len(event.text)))
-                    one.text.append(event.text)
-                    one.tokens += event.tokens
-                    one.logprobs += event.logprobs
-                    one.reason = event.finish_reason
+            for arrivals in stream:
+                for at, event in arrivals:
+                    growing[event.request_id].take(at, event)
                     produced += len(event.tokens)
                     finished += event.finish_reason is not None
                 if progress is not None:
                     progress(finished, produced)
         finally:
-            for request_id, one in growing.items():
-                if one.reason is None:
-                    self.engine.abort(request_id)
+            stream.close()
         self._idle_drafter.ended(self.stats.drafts)
         return [Output(group[0].prompt_ids, tuple(growing[r.id].done() for r in group)) for group in requests]
 
@@ -328,26 +351,30 @@ class LLM:
         return self.tokenizer.encode(checks.written("messages", text, "Hello"), add_special_tokens=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Continue one prompt, a chunk for each step that committed tokens. params: None as in `generate`. Closing the iterator
-        aborts the request."""
+        """Continue one prompt, a chunk for each step that committed tokens. params: None as in `generate`. Closing or
+        abandoning the iterator aborts the request. The request is submitted here, not at the first chunk. Any number of
+        streams and other calls may go on at once, also in other threads. Raises SettingError."""
         given = self.model.sampling if params is None else sampling_params("params", params)
         require(given.n == 1, "n", given.n, "a stream is of one completion; give 1, or use generate")
-        (request,) = self._requests(self._ids(checks.prompt("prompt", prompt)), given)
-        live = self.engine.add(request)
+        return self._chunks(self.owner.submit(self._requests(self._ids(checks.prompt("prompt", prompt)), given)))
+
+    def _chunks(self, stream: Stream) -> Iterator[Chunk]:
+        (live,) = stream.live.values()
+        noted = live.request.params.logprobs is not None
+        stats = DraftStats()
         try:
-            while self.engine.has_work:
-                for event in self.engine.step():
-                    if event.request_id == request.id:
-                        logprobs = event.logprobs if given.logprobs is not None else None
-                        yield Chunk(event.text, event.tokens, event.finish_reason, live.stats.copy(), logprobs)
-                        if event.finish_reason is not None:
-                            self._idle_drafter.ended(self.stats.drafts)
-                            return
+            for arrivals in stream:
+                for _, event in arrivals:
+                    if event.counts is not None:
+                        stats.count(*event.counts)
+                    logprobs = event.logprobs if noted else None
+                    yield Chunk(event.text, event.tokens, event.finish_reason, stats.copy(), logprobs, event.error)
+            self._idle_drafter.ended(self.stats.drafts)
         finally:
-            self.engine.abort(request.id)
+            stream.close()
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """The request that `stream` would run, for a caller that drives `engine` itself. Raises SettingError."""
+        """The request that `stream` would run, for a caller that submits it to `owner` itself. Raises SettingError."""
         require(sampling_params("params", params).n == 1, "n", params.n, "give 1")
         return self._requests(self._ids(checks.prompt("prompt", prompt)), params)[0]
 

@@ -129,14 +129,16 @@ class Logprob(NamedTuple):
 
 class Event(NamedTuple):
     """What one step did to one request: the tokens it committed (nothing past a stop), the text they set free (it may
-    lag behind the tokens while a character or a possible stop string is unfinished), and whether it ended. error: why, if the
-    finish reason is "error"."""
+    lag behind the tokens while a character or a possible stop string is unfinished), and whether it ended. counts: how many
+    tokens were drafted for it and how many of these committed, None if the step verified nothing (a prompt's end). error:
+    why, if the finish reason is "error"."""
 
     request_id: str
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[Logprob, ...]
     finish_reason: FinishReason | None
+    counts: tuple[int, int] | None = None
     error: str | None = None
 
 

@@ -35,8 +35,6 @@ from forerun.bench.words import (
     about,
     command,
     drawn,
-    failed,
-    hardware,
     headline,
     load_of,
     loads_of,
@@ -191,11 +189,15 @@ def render(template: str, values: dict[str, Any]) -> str:
 
 
 def _under(record: Record) -> str:
+    m = record.machine
+    where = m.accelerator or f"{m.cpu}, {m.cores} cores"
     engine = versions_of(record).removesuffix(", ")
     if record.settings.engine == "forerun":
         engine = f"forerun {record.versions.get('forerun', '?')} with {engine}"
-    each = f"{record.settings.repetitions} repetitions of {loads_of(record)} for every task and arm"
-    return f"{engine} on {hardware(record.machine)}, {record.started[:10]}. {each}."
+    return (
+        f"{engine} on {where}, {record.started[:10]}. {record.settings.repetitions} repetitions of {loads_of(record)} for "
+        "every task and arm."
+    )
 
 
 def _speed_words(record: Record) -> str:
@@ -225,10 +227,10 @@ def _verdict(cell: Cell, record: Record, axis: svg.Axis) -> Verdict:
     name = place(cell.task, cell.load, record)
     said = f"{name}, {named(cell)}: " + (f"{r.mean:.2f} times the baseline's speed, {spread}; " if r else "") + cell.verdict
     load = load_of(cell.load) if len(record.settings.loads) > 1 else ""
-    lost = failed(cell.failures, cell.requests, cell.reasons) if cell.failures else ""
+    failed = f"{cell.failures} of {cell.requests} failed" if cell.failures else ""
     return Verdict(
         cell.arm,
-        ", ".join(part for part in (load, lost) if part),
+        ", ".join(part for part in (load, failed) if part),
         svg.interval(r, axis, kind, said) if r else "",
         f"{r.mean:.2f}×" if r else "–",
         spread,
@@ -292,11 +294,10 @@ def _figures(record: Record) -> list[charts.Table]:
 
 def _settings(record: Record) -> list[tuple[str, str]]:
     s, m = record.settings, record.machine
-    memory = f", {m.memory_bytes / 2**30:.0f} GiB" if m.memory_bytes else ""
     shown = [
         ("Model", model_of(record)),
         ("Engine", s.engine),
-        ("Client's machine" if m.client_only else "Machine", f"{m.cpu}, {m.cores} cores{memory}"),
+        ("Machine", f"{m.cpu}, {m.cores} cores" + (f", {m.memory_bytes / 2**30:.0f} GiB" if m.memory_bytes else "")),
         ("Accelerator", m.accelerator or "none"),
         ("System", m.system),
         ("Load as it began", "not known" if m.load is None else f"{m.load:.2f}"),

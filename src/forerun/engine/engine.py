@@ -309,7 +309,7 @@ class Engine:
 
     def _fail(self, sequences: list[Sequence], error: str) -> None:
         for sequence in sequences:
-            self._events.append(Event(sequence.request.id, (), "", (), "error", error))
+            self._events.append(Event(sequence.request.id, (), "", (), "error", error=error))
             self._forget(sequence.request.id)
 
     def _advance(self) -> None:
@@ -379,12 +379,13 @@ class Engine:
         if first or row.pending > 1:
             stats.prompt_tokens += row.pending if first else row.pending - 1
         stats.output_tokens += len(tokens)
+        counts = None
         if not first or one.drafted:  # the step that ends a prompt verifies nothing
-            accepted = min(one.accepted, len(tokens))
-            sequence.stats.count(one.drafted, accepted)
-            verified[one.drafted, accepted] += 1
+            counts = one.drafted, min(one.accepted, len(tokens))
+            sequence.stats.count(*counts)
+            verified[counts] += 1
         logprobs = tuple(one.logprobs[: len(tokens)]) if one.logprobs else ()
-        self._events.append(Event(request.id, tuple(tokens), text, logprobs, reason, error))
+        self._events.append(Event(request.id, tuple(tokens), text, logprobs, reason, counts, error))
         self._committing = None
         if reason is not None:
             self._forget(request.id)

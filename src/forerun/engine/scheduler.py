@@ -191,7 +191,7 @@ class Scheduler:
                     short.append((s, 0))
         most = self._most(decoding)
         for s, k in zip(decoding, most, strict=True) if self.whole else short:
-            self._make_room(s, min(s.longest + k, s.limit), preempted)
+            self._make_room(s, min(s.longest + k + beyond, s.limit) if self.whole else s.longest, preempted)
         if preempted:
             most = [k for s, k in zip(decoding, most, strict=True) if s.slot >= 0]
             decoding = [s for s in decoding if s.slot >= 0]
@@ -206,6 +206,8 @@ class Scheduler:
         shares = most if self.whole else self.policy.share_out(most, chances, self.budget - for_drafts)
         for sequence, k in zip(decoding, shares, strict=True):
             k = k if k <= for_drafts else for_drafts
+            if beyond and not self.whole:  # a draft's keys and values need pages when it is made, at the end of the last step
+                k = max(min(k, sequence.laid * size - sequence.longest + 1), 0)
             if len(sequence.ids) + sequence.ahead + k + beyond > len(sequence.pages) * size:
                 room = self._grow(sequence, sequence.longest, k + beyond)
                 k = k if self.whole else min(k, room)
@@ -220,7 +222,7 @@ class Scheduler:
             if sequence.slot < 0 or left == 0:
                 continue
             chunk = sequence.chunk(left)
-            self._make_room(sequence, sequence.computed + chunk, preempted)
+            self._make_room(sequence, self._wanted(sequence, sequence.computed + chunk), preempted)
             if sequence.slot < 0:
                 continue
             left -= chunk
@@ -249,7 +251,7 @@ class Scheduler:
             # one that has answered leaves two tokens to compute, see Sequence.chunk
             prefix = self.pages.match(sequence.ids[:-1] if sequence.generated else sequence.ids)
             self.pages.hold(prefix.pages)  # before counting: idle pages that are held are no longer free
-            wanted = self.pages.needed(len(sequence.ids)) - len(prefix.pages)
+            wanted = self.pages.needed(self._wanted(sequence, len(sequence.ids))) - len(prefix.pages)
             if wanted > self.pages.free:
                 self.pages.release(prefix.pages)
                 break
@@ -265,6 +267,10 @@ class Scheduler:
             self._grow(sequence, len(sequence.ids), self.beyond)
             rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.turn))
         return admitted
+
+    def _wanted(self, sequence: Sequence, tokens: int) -> int:
+        """For how many tokens a sequence must have pages when so many of its prompt are computed."""
+        return min(tokens + self.beyond, sequence.limit) if self.whole else tokens
 
     def _grow(self, sequence: Sequence, tokens: int, k: int) -> int:
         """Pages for up to k tokens more than `tokens`, without disturbing anyone; returns how many there is room for."""

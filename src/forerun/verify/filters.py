@@ -47,7 +47,7 @@ def thresholds(
 def threshold(row: np.ndarray, heat: float, min_p: float, top_k: int, top_p: float) -> np.float32:
     """The same for one row [V] float32 on the host, sorting only the tokens that can matter."""
     top = row.max()
-    if not top > -np.inf:  # no mass, or NaN: nothing to tell apart
+    if not np.isfinite(top):  # no token can be chosen: nothing to tell apart
         return np.float32(-np.inf)
     floor = np.float32(float(top) + heat * math.log(min_p) if min_p > 0 else -math.inf)
     if 0 < top_k < len(row):

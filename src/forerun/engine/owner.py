@@ -1,0 +1,190 @@
+"""The one owner of an engine, for any number of callers in any number of threads: takes requests, hands each caller the events
+of its own requests. Whoever waits for an event makes the next step, or waits for the one that another caller is making.
+
+    submit, abort --> between steps, under the lock
+    step          --> by one caller at a time, without the lock; its events go to the streams of their requests
+
+Knows requests and events; nothing of how tokens are made.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from forerun.engine.engine import Engine, EngineStats
+from forerun.engine.interrupts import Uninterrupted
+from forerun.engine.scheduler import Sequence as Live
+from forerun.types import Event, Request
+
+LOG = logging.getLogger("forerun")
+
+
+class Arrival(NamedTuple):
+    """An event, and when its step was read (time.perf_counter seconds)."""
+
+    at: float
+    event: Event
+
+
+class Stream:
+    """The events of some requests as they come. An iterator over what has come since the last time, until all have ended.
+    `close` aborts those that have not; so does losing the last reference to the stream."""
+
+    def __init__(self, owner: Owner, live: dict[str, Live], arrived: deque[Arrival]) -> None:
+        """live: the requests' sequences by their ids; arrived: where the owner puts their events."""
+        self.live = live
+        self._owner, self._arrived = owner, arrived
+        self._open = set(live)
+
+    def __iter__(self) -> Iterator[list[Arrival]]:
+        return self
+
+    def __next__(self) -> list[Arrival]:
+        """What has come, at least one event. Steps the engine if nothing has."""
+        if not self._open:
+            raise StopIteration
+        self._owner.advance(self._arrived)
+        return self.take()
+
+    def take(self) -> list[Arrival]:
+        """What has come by now, without a step."""
+        taken = []
+        while self._arrived:
+            one = self._arrived.popleft()
+            taken.append(one)
+            if one.event.finish_reason is not None:
+                self._open.discard(one.event.request_id)
+        return taken
+
+    def close(self) -> None:
+        """Abort what has not ended. Never waits: what is in the middle of a step ends after it."""
+        open_, self._open = self._open, set()
+        if open_:
+            self._owner.abandon(open_)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Owner:
+    def __init__(self, engine: Engine) -> None:
+        """engine: to be used through this owner alone from now on."""
+        self.engine = engine
+        self._queues: dict[str, deque[Arrival]] = {}  # of the requests under way
+        self._abandoned: deque[str] = deque()
+        self._state = threading.Condition(threading.Lock())
+        self._stepping = False  # by some caller
+        self._waiting = 0  # callers that want something between two steps
+
+    def submit(self, requests: Sequence[Request]) -> Stream:
+        """Queue requests, all of them or none. Raises SettingError for one that can never run here."""
+        arrived: deque[Arrival] = deque()
+        with self.between_steps(), Uninterrupted():
+            live: dict[str, Live] = {}
+            try:
+                for request in requests:
+                    live[request.id] = self.engine.add(request)
+                    self._queues[request.id] = arrived
+            except BaseException:
+                for request_id in live:
+                    self._drop(request_id)
+                raise
+            return Stream(self, live, arrived)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request of any stream, with an event whose finish reason is "abort". False if there is none of that id."""
+        with self.between_steps():
+            arrived = self._queues.get(request_id)
+            if arrived is None:
+                return False
+            self._drop(request_id)
+            arrived.append(Arrival(time.perf_counter(), Event(request_id, (), "", (), "abort")))
+            return True
+
+    def abandon(self, request_ids: set[str]) -> None:
+        """End requests for whose events nobody waits any more: at once, or after the step that is being made. May be called
+        from anywhere, also from the garbage collector in the middle of any of these methods."""
+        self._abandoned.extend(request_ids)
+        if self._state.acquire(blocking=False):
+            try:
+                if not self._stepping:
+                    self._drop_abandoned()
+            finally:
+                self._state.release()
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        with self.between_steps():
+            return copy.deepcopy(self.engine.stats)
+
+    def drain(self) -> None:
+        """Step until no request is under way."""
+        while self.engine.has_work:
+            self.advance()
+
+    def advance(self, awaited: Collection[Arrival] = ()) -> None:
+        """Unless something has arrived in this queue, make a step, or wait for the one that another caller makes."""
+        with self._state:
+            while not awaited and (self._stepping or self._waiting):
+                self._state.wait()
+            if awaited:
+                return
+            self._drop_abandoned()
+            self._stepping = True
+        with Uninterrupted():
+            events: list[Event] = []
+            try:
+                events = self.engine.step()
+            except Exception as error:  # one that the engine could not make out whose it is
+                LOG.exception("the engine failed")
+                events = [
+                    Event(name, (), "", (), "error", error=f"{type(error).__name__}: {error}") for name in self._queues
+                ]
+                for name in self._queues:
+                    self.engine.abort(name)
+            finally:
+                with self._state:
+                    self._stepping = False
+                    self._deliver(events)
+                    self._drop_abandoned()
+                    self._state.notify_all()
+
+    def _deliver(self, events: list[Event]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            arrived = self._queues.get(event.request_id)
+            if arrived is not None:
+                arrived.append(Arrival(now, event))
+            if event.finish_reason is not None:
+                self._queues.pop(event.request_id, None)
+
+    def _drop(self, request_id: str) -> None:
+        self._queues.pop(request_id, None)
+        self.engine.abort(request_id)
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            self._drop(self._abandoned.popleft())
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """With the engine to oneself. Steps wait for those who wait for this."""
+        with self._state:
+            self._waiting += 1
+            try:
+                while self._stepping:
+                    self._state.wait()
+            finally:
+                self._waiting -= 1
+                self._state.notify_all()
+            try:
+                yield
+            finally:
+                self._drop_abandoned()
