@@ -240,9 +240,10 @@ class DevicePrediction:
         bounds = torch.where((matched > 2) | (output == 0), rows.width, bounds)
         ahead = end[:, None] + torch.arange(rows.width, device=end.device)  # [B,K]
         tokens = prediction.gather(1, ahead.clamp(max=last))
-        known = (tokens < self.vocab).cumprod(1).sum(1)  # [B]
+        fits = tokens < self.vocab  # [B,K]
+        known = fits.cumprod(1).sum(1)  # [B]
         limit = torch.minimum(torch.minimum(bounds, rows.k), torch.minimum((size - end).clamp(min=0), known))
-        return Draft(tokens, limit)
+        return Draft(tokens.where(fits, 0), limit)  # a step of fixed shape looks tokens past the limit up too
 
     def prefill(self, batch: Batch) -> None:
         """Nothing to do: propose reads the slots."""
