@@ -8,11 +8,13 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.models.decoder import Target
 from forerun.models.generation import default_sampling
@@ -94,6 +96,48 @@ def test_n_completions_of_equal_prompts_all_differ_without_a_seed(loaded) -> Non
     seeded = SamplingParams(temperature=5.0, max_tokens=8, ignore_eos=True, seed=7)
     (four,), (one,) = it.generate("the", replace(seeded, n=4)), it.generate("the", seeded)
     assert four.token_ids == one.token_ids and len({c.token_ids for c in four.completions}) == 4
+
+
+@pytest.mark.parametrize("lag", [False, True])
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
+def test_the_prompt_of_n_completions_is_computed_once(  # type: ignore[no-untyped-def]
+    loaded, folder: Path, method: str | None, lag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for its last, unfinished page: the others find it in the prefix cache. Not where that is off, and never otherwise
+    than without sharing; for short and long prompts, answers of one token, and more of them than run at once."""
+    monkeypatch.setattr("forerun.llm.Engine", partial(Engine, fixed=lag))
+    prompts = [[5 + i % 200 for i in range(start, start + length)] for start, length in ((0, 100), (7, 96), (30, 9), (50, 17))]
+    config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1} if method == "ngram" else None
+    if method == "draft_model":
+        config = {"method": method, "num_speculative_tokens": 3, "model": str(folder)}
+    for tokens in (1, 12):
+        params = SamplingParams(n=4, temperature=3.0, max_tokens=tokens, ignore_eos=True)
+        found = []
+        for caching in (True, False):
+            it = llm(loaded, config, enable_prefix_caching=caching, max_num_seqs=6)
+            seen: list[tuple[int, int]] = []
+            outputs = it.generate(prompts, params, lambda done, produced, seen=seen: seen.append((done, produced)))  # type: ignore[misc]
+            found.append([[c.token_ids for c in o.completions] for o in outputs])
+            assert seen[-1] == (16, 16 * tokens) and seen == sorted(seen)
+            assert all(0 <= c.timing.queued_s <= c.timing.ttft_s <= c.timing.e2e_s for o in outputs for c in o.completions)
+            whole = [(len(p) - 1) // 16 * 16 for p in prompts]
+            assert it.stats.cached_tokens == (3 * sum(whole) if caching else 0)
+            assert it.stats.prompt_tokens == 4 * sum(map(len, prompts)) - it.stats.cached_tokens
+        assert found[0] == found[1]
+
+
+def test_nothing_is_left_of_n_completions_that_are_interrupted(loaded) -> None:  # type: ignore[no-untyped-def]
+    """Before the others are submitted, and after it."""
+    for steps in range(1, 6):
+        it, calls = llm(loaded), itertools.count(1)
+
+        def stop(done: int, produced: int, calls=calls, steps=steps) -> None:  # type: ignore[no-untyped-def]
+            if next(calls) == steps:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            it.generate([[5] * 40, [6] * 9], SamplingParams(n=3, max_tokens=20, ignore_eos=True), stop)
+        assert not it.engine.has_work and it.engine.scheduler.pages.free == it.engine.scheduler.pages.count
 
 
 def test_chunks_carry_logprobs_and_the_counts_of_their_time(loaded) -> None:  # type: ignore[no-untyped-def]

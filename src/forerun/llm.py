@@ -285,21 +285,39 @@ class LLM:
         require(usable, "progress", progress, "give a function of two numbers, for instance print")
         requests = [self._requests(prompt, p) for prompt, p in zip(texts, each, strict=True)]
         start = time.perf_counter()
-        stream = self.owner.submit(list(itertools.chain.from_iterable(requests)))
+        first, later = self._in_turn(requests)
+        stream = self.owner.submit(first)
         growing = {name: _Growing(live, start) for name, live in stream.live.items()}
         produced = finished = 0
         try:
             for arrivals in stream:
+                more: list[Request] = []
                 for at, event in arrivals:
                     growing[event.request_id].take(at, event)
                     produced += len(event.tokens)
                     finished += event.finish_reason is not None
+                    more += later.pop(event.request_id, ())
+                if more:
+                    stream.submit(more)
+                    growing |= {request.id: _Growing(stream.live[request.id], start) for request in more}
                 if progress is not None:
                     progress(finished, produced)
         finally:
             stream.close()
         self._idle_drafter.ended(self.stats.drafts)
         return [Output(group[0].prompt_ids, tuple(growing[r.id].done() for r in group)) for group in requests]
+
+    def _in_turn(self, groups: Sequence[Sequence[Request]]) -> tuple[list[Request], dict[str, Sequence[Request]]]:
+        """Of the n requests of each prompt those to submit at once, and those to submit when the first of them (by its id) has
+        a token: then its prompt is in the prefix cache, and is not computed n times."""
+        config = self.engine.config
+        first: list[Request] = []
+        later: dict[str, Sequence[Request]] = {}
+        for group in groups:
+            shares = config.enable_prefix_caching and len(group[0].prompt_ids) > config.block_size
+            first += group[:1] if shares else group
+            later[group[0].id] = group[1:] if shares else ()
+        return first, later
 
     def chat(
         self,

@@ -37,11 +37,19 @@ class Stream:
     """The events of some requests as they come. An iterator over what has come since the last time, until all have ended.
     `close` aborts those that have not; so does losing the last reference to the stream."""
 
-    def __init__(self, owner: Owner, live: dict[str, Live], arrived: deque[Arrival]) -> None:
-        """live: the requests' sequences by their ids; arrived: where the owner puts their events."""
-        self.live = live
-        self._owner, self._arrived = owner, arrived
-        self._open = set(live)
+    def __init__(self, owner: Owner) -> None:
+        """Without any request yet. live: the requests' sequences by their ids."""
+        self.live: dict[str, Live] = {}
+        self._owner = owner
+        self._arrived: deque[Arrival] = deque()  # where the owner puts their events
+        self._open: set[str] = set()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, all of them or none; their events come here. Raises SettingError for one that can never run."""
+        with self._owner.between_steps(), Uninterrupted():
+            live = self._owner.queue(requests, self._arrived)
+            self.live.update(live)
+            self._open.update(live)
 
     def __iter__(self) -> Iterator[list[Arrival]]:
         return self
@@ -85,18 +93,22 @@ class Owner:
 
     def submit(self, requests: Sequence[Request]) -> Stream:
         """Queue requests, all of them or none. Raises SettingError for one that can never run here."""
-        arrived: deque[Arrival] = deque()
-        with self.between_steps(), Uninterrupted():
-            live: dict[str, Live] = {}
-            try:
-                for request in requests:
-                    live[request.id] = self.engine.add(request)
-                    self._queues[request.id] = arrived
-            except BaseException:
-                for request_id in live:
-                    self._drop(request_id)
-                raise
-            return Stream(self, live, arrived)
+        stream = Stream(self)
+        stream.submit(requests)
+        return stream
+
+    def queue(self, requests: Sequence[Request], arrived: deque[Arrival]) -> dict[str, Live]:
+        """Queue requests whose events are to be put there; to be called between steps."""
+        live: dict[str, Live] = {}
+        try:
+            for request in requests:
+                live[request.id] = self.engine.add(request)
+                self._queues[request.id] = arrived
+        except BaseException:
+            for request_id in live:
+                self._drop(request_id)
+            raise
+        return live
 
     def abort(self, request_id: str) -> bool:
         """End a request of any stream, with an event whose finish reason is "abort". False if there is none of that id."""
