@@ -7,171 +7,33 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
 
-from forerun.bench import arms, embedded, record, report, summary, workloads
-from forerun.bench.arms import BASELINE, CONTROL, Arm
+from forerun.bench import arms, equality, record, report, summary, workloads
+from forerun.bench.arms import BASELINE, CONTROL
+from forerun.bench.endpoint import Ask, RequestFailed
+from forerun.bench.plan import Plan, interleaved
 from forerun.bench.record import Answer, Batch, Load, Record
-from forerun.engine.stats import DraftStats
-from forerun.types import Logprob, SamplingParams, SettingError
-
-
-class Timing(NamedTuple):
-    queued_s: float
-    ttft_s: float
-    e2e_s: float
-
-
-class Completion(NamedTuple):
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    logprobs: tuple[Logprob, ...] | None
-    stats: DraftStats
-    timing: Timing
-    pieces: tuple[tuple[float, int, int], ...] = ()
-
-
-class Output(NamedTuple):
-    prompt_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
-
-
-class Stats(NamedTuple):
-    steps: int = 0
-    draft_s: float = 0.0
-    forward_s: float = 0.0
-    verify_s: float = 0.0
-    other_s: float = 0.0
-    cached_tokens: int = 0
-
-
-class Tokenizer:
-    size, special_ids = 1000, frozenset({0, 1, 2})
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Script(NamedTuple):
-    """What an arm does: seconds to the first token and of each step after it, and how many tokens each step drafts and gets
-    accepted, in turn. noise: of the step time, relative. change: makes the answer another. cached: prompt tokens found."""
-
-    first_s: float = 0.1
-    step_s: float = 0.01
-    drafted: tuple[int, ...] = (0,)
-    accepted: tuple[int, ...] = (0,)
-    noise: float = 0.0
-    change: Callable[[list[int]], list[int]] = list
-    cached: int = 0
-    reason: str = "length"
-
-
-class FakeLLM:
-    """Takes the place of forerun.llm.LLM. Answers depend on the prompt alone; time is the clock's, moved by the script."""
-
-    def __init__(self, arm: Arm, script: Script, clock: Clock, log: list[tuple[str, Any, SamplingParams]]) -> None:
-        self.arm, self.script, self.clock, self.log = arm, script, clock, log
-        self.tokenizer, self.stats = Tokenizer(), Stats()
-        self.model = SimpleNamespace(target=SimpleNamespace(vocab=1000))
-        self.cleared = False
-        self.draw = random.Random(arm.name)
-
-    def settings(self) -> dict[str, Any]:
-        return {"dtype": "float32", "max_model_len": 512, "speculative_config": self.arm.speculation is not None}
-
-    def clear_prefix_cache(self) -> None:
-        self.cleared = True
-
-    def reset_stats(self) -> None:
-        self.stats = Stats()
-
-    def chat(self, conversations: Sequence[Any], params: list[SamplingParams]) -> list[Output]:
-        return self._answer([c[0]["content"] for c in conversations], params)
-
-    def generate(self, prompts: Sequence[Any], params: list[SamplingParams]) -> list[Output]:
-        return self._answer(list(prompts), params)
-
-    def _answer(self, prompts: list[Any], params: list[SamplingParams]) -> list[Output]:
-        assert self.cleared or params[0].logprobs, "a batch was sent to a warm prefix cache"
-        self.cleared = False
-        begin, outputs, end, steps = self.clock.now, [], self.clock.now, 0
-        for prompt, p in zip(prompts, params, strict=True):
-            self.log.append((self.arm.name, prompt, p))
-            stats, made, at = DraftStats(), 1, begin + self.script.first_s
-            while made < (p.max_tokens or 0):
-                turn = stats.steps % len(self.script.drafted)
-                accepted = min(self.script.accepted[turn], (p.max_tokens or 0) - made)
-                stats.count(self.script.drafted[turn], accepted)
-                made = min(made + accepted + 1, p.max_tokens or 0)
-                at += self.script.step_s * (1 + self.script.noise * self.draw.gauss(0, 1))
-            ids = self.script.change(random.Random(str(prompt)).choices(range(10, 1000), k=made))
-            top = tuple(Logprob(i, -0.5, ((i, -0.5), (9, -0.75))) for i in ids) if p.logprobs else None
-            timing = Timing(0.0, self.script.first_s, at - begin)
-            done = Completion("text", tuple(ids), self.script.reason, top, stats, timing)
-            outputs.append(Output(tuple(range(len(prompt))), (done,)))
-            end, steps = max(end, at), steps + stats.steps
-        self.clock.now = end
-        self.stats = Stats(
-            steps, 0.1 * (end - begin), 0.6 * (end - begin), 0.2 * (end - begin), 0.1 * (end - begin), self.script.cached
-        )
-        return outputs
-
-
-class Quiet:
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str, int, bool]] = []
-        self.ended_count = 0
-        self.stop_at = -1
-
-    def began(self, task: str, arm: str, repetition: int, warmup: bool) -> None:
-        if len(self.seen) == self.stop_at:
-            raise KeyboardInterrupt
-        self.seen.append((task, arm, repetition, warmup))
-
-    def ended(self, batch: Batch) -> None:
-        self.ended_count += 1
-
-
-NGRAM = arms.parse(("ngram",))[0]
-FAST = Script(step_s=0.0125, drafted=(4, 4, 0, 2), accepted=(4, 1, 0, 0))  # 9 tokens in 4 steps
+from forerun.types import SettingError
+from tests.scripted import FAST, SPECIAL, Quiet, Script, Sent, scripted
 
 
 class Run(NamedTuple):
     record: Record
-    log: list[tuple[str, Any, SamplingParams]]
+    log: list[Sent]
     watcher: Quiet
     built: list[str]
 
 
-def run(scripts: dict[str, Script], stop_at: int = -1, **plan: Any) -> Run:
-    """A run of the scripts, by arm; the baseline's is the default one if not given."""
-    names = [n for n in scripts if n not in (BASELINE, CONTROL)]
-    given = {"tasks": ("return-code",), "repetitions": 5, "max_tokens": 73} | plan
-    candidates = tuple(
-        Arm(name, dataclasses.replace(NGRAM.speculation, num_speculative_tokens=i + 2)) for i, name in enumerate(names)
-    )  # type: ignore[type-var]
-    clock, log, watcher, built = Clock(), [], Quiet(), []
-    watcher.stop_at = stop_at
-
-    def build(arm: Arm) -> Any:
-        built.append(arm.name)
-        return FakeLLM(arm, scripts.get(arm.name, Script()), clock, log)
-
-    made = embedded.measure(embedded.Plan(candidates=candidates, **given), "fake", build, watcher, clock)
-    return Run(made, log, watcher, built)
+def run(scripts: dict[str, Script], **plan: Any) -> Run:
+    """A run of the scripts, by arm."""
+    bench, watcher = scripted(scripts, **plan), Quiet()
+    return Run(bench.measure(watcher), bench.log, watcher, bench.built)
 
 
 def cell(made: Record, arm: str, task: str = "return-code") -> summary.Cell:
@@ -265,12 +127,12 @@ def test_arms_alternate_and_share_their_prompts() -> None:
     forward = [BASELINE, "one", "two"]
     assert order == [*forward[::-1], *forward, *forward[::-1], *forward, *forward[::-1]]
     assert [s[3] for s in made.watcher.seen[:6]] == [True] * 3 + [False] * 3, "the first round is the warm-up"
-    assert made.watcher.ended_count == len(made.watcher.seen) == len(made.record.batches) == 2 * 3 * 5
-    sent = [[(p, q) for a, p, q in made.log if a == arm] for arm in forward]
-    assert sorted(map(str, sent[0])) == sorted(map(str, sent[1])) == sorted(map(str, sent[2]))
-    prompts = [str(p) for p, _ in sent[0]]
+    assert len(made.watcher.batches) == len(made.watcher.seen) == len(made.record.batches) == 2 * 3 * 5
+    sent = [[(one.prompt, one.ask.seed, one.ask.max_tokens) for one in made.log if one.arm == arm] for arm in forward]
+    assert sorted(sent[0]) == sorted(sent[1]) == sorted(sent[2])
+    prompts = [prompt for prompt, *_ in sent[0]]
     assert len(set(prompts)) == len(prompts) == 10, "no prompt is sent twice to an arm"
-    assert made.built == forward * 2, "each task has engines of its own, so that no drafter remembers another task"
+    assert made.built == [*forward, "one", "two"], "each task has drafters of its own, so that none remembers another task"
 
 
 def test_warmups_are_short_and_not_counted() -> None:
@@ -284,31 +146,30 @@ def test_warmups_are_short_and_not_counted() -> None:
 
 def test_what_each_task_asks_for() -> None:
     made = run({"arm": FAST}, tasks=tuple(workloads.TASKS), repetitions=1)
-    by_task: dict[str, list[tuple[Any, SamplingParams]]] = {}
-    sent = iter([entry for entry in made.log if not entry[2].logprobs])
+    by_task: dict[str, list[Ask]] = {}
+    sent = iter([one.ask for one in made.log if not one.ask.logprobs])
     for task, *_ in made.watcher.seen:
-        _, prompt, p = next(sent)
-        by_task.setdefault(task, []).append((prompt, p))
-    for task, all_sent in by_task.items():
+        by_task.setdefault(task, []).append(next(sent))
+    for task, asks in by_task.items():
         fixed = task in ("copy", "words", "random")
-        assert {p.ignore_eos for _, p in all_sent} == {fixed}
-        assert {p.temperature for _, p in all_sent} == {1.0 if task == "random" else 0.0}
-    assert all(isinstance(p, list) and len(p) == 200 and not set(p) & Tokenizer.special_ids for p, _ in by_task["random"])
-    seeds = [q.seed for p, q in by_task["random"]]
+        assert {ask.ignore_eos for ask in asks} == {fixed}
+        assert {ask.temperature for ask in asks} == {1.0 if task == "random" else 0.0}
+    assert all(ask.ids and len(ask.ids) == 200 and not set(ask.ids) & SPECIAL for ask in by_task["random"])
+    seeds = [ask.seed for ask in by_task["random"]]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3], "the same seed in every arm, another for each prompt"
     assert cell(made.record, "arm", "random").identical is None, "sampled answers are not compared"
     assert any("random ids" in w for w in report.warnings(made.record))
 
 
 def test_the_prediction_drafter_is_given_what_a_user_would_expect() -> None:
-    clock, log = Clock(), []
-    plan = embedded.Plan(("edit-code", "explain"), arms.parse(("prediction",)), repetitions=1)
-    embedded.measure(plan, "fake", lambda arm: FakeLLM(arm, Script(), clock, log), Quiet(), clock)  # type: ignore[arg-type,return-value]
-    for arm, prompt, params in log:
-        if arm == BASELINE or "three short paragraphs" in prompt:
-            assert params.prediction is None
+    bench = scripted({"prediction": Script()}, tasks=("edit-code", "explain"), repetitions=1)
+    bench.sides[1].arm = dataclasses.replace(bench.sides[1].arm, settings={"method": "prediction"})
+    bench.measure()
+    for one in bench.log:
+        if one.arm == BASELINE or "three short paragraphs" in one.prompt:
+            assert one.ask.prediction is None
         else:
-            assert params.prediction and params.prediction in prompt
+            assert one.ask.prediction and one.ask.prediction in one.ask.messages[0]["content"]  # type: ignore[index]
 
 
 def test_variants_are_all_different() -> None:
@@ -341,8 +202,8 @@ def test_answers_that_differ_are_found_and_located() -> None:
     assert [(d.arm, d.repetition, d.position, d.gap) for d in made.record.differences] == [
         ("off", r, 40, 0.25) for r in range(4)
     ]
-    asked = [p for arm, _, p in made.log if p.logprobs]
-    assert len(asked) == 4 and all(p.max_tokens == 41 for p in asked), "the baseline is asked again, up to there"
+    asked = [one.ask for one in made.log if one.ask.logprobs]
+    assert len(asked) == 4 and all(ask.max_tokens == 41 for ask in asked), "the baseline is asked again, up to there"
     (warning,) = [w for w in report.warnings(made.record) if w.startswith("off")]
     assert "return-code 1 at token 41" in warning and "near-tie" in warning
 
@@ -354,26 +215,22 @@ def test_a_shorter_answer_is_another_answer() -> None:
 
 
 def test_first_difference() -> None:
-    assert embedded.first_difference((1, 2, 3), (1, 9, 3)) == 1 and embedded.first_difference((1, 2), (1, 2, 3)) == 2
+    assert equality.first_difference((1, 2, 3), (1, 9, 3)) == 1 and equality.first_difference((1, 2), (1, 2, 3)) == 2
 
 
 # what went wrong
 
 
 def test_a_failed_request_is_credited_nothing_and_shown() -> None:
-    made = run({"bad": FAST._replace(reason="abort")}).record
+    def fault(ask: Ask) -> Exception | None:
+        return RequestFailed(f"no {ask.name}") if ask.max_tokens > 32 else None
+
+    made = run({"bad": FAST._replace(fault=fault)}).record
     bad = cell(made, "bad")
-    assert bad.failures == bad.requests == 5 and bad.tokens_per_s is None and bad.output_tokens == 0
+    assert bad.failures == bad.requests > 0 and bad.tokens_per_s is None and bad.output_tokens == 0
     assert bad.speedup is None and bad.verdict == "not enough data" and bad.identical == (0, 0)
-    assert any("5 of 5 requests failed" in w for w in report.warnings(made))
+    assert any("of 5 requests failed: no return-code 1" in w for w in report.warnings(made))
     assert "no pair" in str(report.sentence(bad, made))
-
-
-def test_an_interrupt_keeps_what_was_measured() -> None:
-    made = run({"fast": FAST}, stop_at=7).record
-    assert not made.finished and len(made.batches) == 7
-    assert any("interrupted" in w for w in report.warnings(made))
-    assert report.markdown(made)
 
 
 def test_warnings_name_what_misleads() -> None:
@@ -408,7 +265,7 @@ def test_a_record_comes_back_equal_and_says_the_same(tmp_path: Path) -> None:
         and {"torch", "python", "forerun"} <= raw["versions"].keys()
     )
     assert raw["settings"]["arms"][1]["speculation"]["prompt_lookup_max"] == 5
-    assert [f.name for f in tmp_path.iterdir()] == ["run.json"]
+    assert [f.name for f in tmp_path.iterdir()] == ["run.json"], "nothing of the way there is left"
 
 
 def test_a_file_that_is_no_record_is_refused() -> None:
@@ -467,27 +324,29 @@ def test_the_same_arm_twice_is_refused() -> None:
     "bad",
     [
         {"tasks": ()},
-        {"tasks": ("poem",)},
-        {"tasks": ("copy", "copy")},
-        {"candidates": ()},
+        {"loads": ()},
+        {"loads": (Load(), Load())},
+        {"loads": (Load(concurrency=0),)},
+        {"loads": (Load(requests=64),)},
+        {"loads": (Load("poisson", rate=0.0),)},
+        {"loads": (Load("trace", speed=0.0),)},
         {"repetitions": 0},
         {"warmups": -1},
         {"max_tokens": 1},
-        {"concurrency": 0},
         {"repetitions": 512},
-        {"concurrency": 64},
         {"warmup_tokens": 0},
+        {"samples": -1},
     ],
 )
 def test_plans_that_cannot_be(bad: dict[str, Any]) -> None:
     with pytest.raises(SettingError):
-        embedded.Plan(**({"tasks": ("copy",), "candidates": (NGRAM,)} | bad))
+        Plan(**({"tasks": workloads.find(("copy",))} | bad))
 
 
 def test_a_plan_says_how_many_batches_it_will_be() -> None:
     made = run({"one": FAST, "two": FAST}, tasks=("copy", "explain"), control=True, repetitions=2)
-    plan = embedded.Plan(("copy", "explain"), tuple(a for a in arms.parse(("ngram", "suffix"))), repetitions=2, control=True)
-    assert plan.batches == len(made.record.batches) == 2 * 4 * 3
+    plan = Plan(workloads.find(("copy", "explain")), repetitions=2, control=True)
+    assert len(list(interleaved(plan, 4))) == len(made.watcher.total) == len(made.record.batches) == 2 * 4 * 3
 
 
 def test_the_table_fits_a_terminal_of_80_columns() -> None:

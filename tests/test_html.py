@@ -103,7 +103,8 @@ def test_the_page_says_what_the_record_says() -> None:
             assert f"{c.speedup.mean:.2f}×" in text
     for warning in words.warnings(made):
         assert warning in text
-    for said in (words.command(made), "30,832", "-23 %", "1 of 80 failed", "vllm 0.32.0", "model runner V1", "Imagined CPU"):
+    failed = "1 of 80 requests failed: the stream ended early"
+    for said in (words.command(made), "30,832", "-23 %", failed, "vllm 0.32.0", "model runner V1", "Imagined CPU"):
         assert said in text
     lengths = summary.cells(made)[1].accepted_lengths
     assert " ".join(map(str, lengths)) in text, "the histogram as a table"

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from forerun.bench import command, latency, load, record, summary
-from forerun.bench.command import Options
 from forerun.bench.endpoint import Ask
 from forerun.bench.inprocess import InProcess
+from forerun.bench.options import Options
 from forerun.bench.record import Answer, Load
 from forerun.llm import LLM, LoadedModel
 from forerun.types import SamplingParams
-from tests.test_run import Quiet
+from tests.scripted import Quiet
 from tests.tiny import tiny_model
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -71,10 +71,17 @@ def test_a_request_that_is_left_is_aborted(loaded: LoadedModel) -> None:
     llm = engine(loaded)
 
     async def go() -> None:
-        stream = InProcess(llm).generate(Ask("x", 500, text="the thing", ignore_eos=True))
-        async for _ in stream:
-            break
-        await stream.aclose()  # type: ignore[attr-defined]
+        async def ask() -> None:
+            async for _ in InProcess(llm).generate(Ask("x", 500, text="the thing", ignore_eos=True)):
+                pass
+
+        task = asyncio.create_task(ask())
+        while not llm.engine.has_work:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
         await asyncio.sleep(0)
 
     asyncio.run(go())
@@ -88,7 +95,7 @@ def test_loads_on_the_engine_here_from_the_options(folder: Path, tmp_path: Path)
     )  # fmt: skip
     options.check()
     plan = command.plan_of(options)
-    made = command.measure(plan, command.subject_of(options, plan, ["forerun"]), Quiet())
+    made = command.measure(plan, command.subject_of(options, plan), Quiet())
     assert made.finished and [a.name for a in made.settings.arms] == ["baseline", "ngram k=2", "baseline again"]
     assert len(made.batches) == 3 * 3 * 3 * 3 and not any(a.failed for b in made.batches for a in b.answers)
     assert all(b.times.steps for b in made.batches), "the engine's own clock"

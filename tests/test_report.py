@@ -256,7 +256,7 @@ def test_texts_are_compared_where_a_server_gives_no_ids() -> None:
 def test_the_command_that_repeats_a_run() -> None:
     assert words.command(rich()) == "forerun bench --engine vllm -m tiny -a ngram:k=4 -a suffix"
     said = words.command(fake(ARMS))
-    assert said.startswith("forerun bench -m tiny --tasks copy -a '{") and '"num_speculative_tokens": 4' in said
+    assert said.startswith("forerun bench -m tiny -a '{") and '"num_speculative_tokens": 4' in said
 
 
 # comparing runs

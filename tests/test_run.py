@@ -16,28 +16,19 @@ from typing import Any
 
 import pytest
 
-from forerun.bench import command, latency, record, run, summary, words, workloads
+from forerun.bench import command, equality, latency, record, run, summary, words, workloads
 from forerun.bench.arms import BASELINE, CONTROL
-from forerun.bench.command import Options
 from forerun.bench.launching import ServedArm
 from forerun.bench.openai import DIALECTS, OWN_FIELDS, Address, Timeouts
-from forerun.bench.record import Answer, Batch, Counts, Load, Record, ServerCounters
-from forerun.bench.run import Plan, Subject
+from forerun.bench.options import Options
+from forerun.bench.plan import Plan, in_turns, interleaved
+from forerun.bench.record import Answer, Counts, Load, Record, ServerCounters
 from forerun.bench.sides import Running
+from forerun.bench.subject import Subject, random_ids
 from forerun.types import SettingError
 from tests.mock_server import MockServer, Script, paced
+from tests.scripted import Quiet
 from tests.test_servers import MOCK
-
-
-class Quiet:
-    def __init__(self) -> None:
-        self.order: list[tuple[str, str, int]] = []
-
-    def began(self, task: str, arm: str, repetition: int, warmup: bool) -> None:
-        self.order.append((task, arm, repetition))
-
-    def ended(self, batch: Batch) -> None:
-        pass
 
 
 def plan(**changes: Any) -> Plan:
@@ -79,7 +70,7 @@ def test_a_record_holds_what_the_servers_did(tmp_path: Path) -> None:
     watcher = Quiet()
     made = measured(plan(), MockServer(plain), MockServer(drafting), watcher)
     order = [("fast", -1), (BASELINE, -1), (BASELINE, 0), ("fast", 0), ("fast", 1), (BASELINE, 1)]
-    assert [(a, r) for _, a, r in watcher.order] == order
+    assert [(a, r) for _, a, r, _ in watcher.seen] == order
     good = [b for b in made.batches if not b.warmup]
     for batch in good:
         (answer,) = batch.answers
@@ -182,22 +173,22 @@ def test_what_a_task_of_the_users_own_must_not_be_taken_for_is_in_the_record() -
 
 def test_orders() -> None:
     what = plan(repetitions=3, tasks=workloads.find(("copy", "explain")))
-    together = list(run.interleaved(what, 2))
+    together = list(interleaved(what, 2))
     assert [s.side for s in together if s.task.name == "copy"] == [1, 0, 0, 1, 1, 0, 0, 1]
-    turns = list(run.in_turns(what, 3))
+    turns = list(in_turns(what, 3))
     visits = [s.side for i, s in enumerate(turns) if i == 0 or turns[i - 1].side != s.side]
     assert visits == [0, 1, 2, 1, 0], "the side in the middle of the turn stays up"
     for steps in (together, turns):
         kept = [(s.task.name, s.side, s.round_) for s in steps if not s.warmup]
         assert len(kept) == len(set(kept)) == (2 if steps is together else 3) * 2 * 3
-    assert turns[0].warmup and run.batches_of(what, 3, False) == len(turns)
+    assert turns[0].warmup and len(turns) == 3 * (3 + 2) * 2
 
 
 def test_the_margin_at_a_token() -> None:
     from forerun.bench.endpoint import TokenLogprob
 
-    assert run.margin_at(TokenLogprob("a", -0.5, (("a", -0.5), ("b", -0.75)))) == pytest.approx(0.25)
-    assert run.margin_at(TokenLogprob("a", -0.5, (("a", -0.5),))) is None
+    assert equality.margin_at(TokenLogprob("a", -0.5, (("a", -0.5), ("b", -0.75)))) == pytest.approx(0.25)
+    assert equality.margin_at(TokenLogprob("a", -0.5, (("a", -0.5),))) is None
 
 
 # launched servers, from the options to the record
@@ -215,12 +206,13 @@ def options(tmp_path: Path, **changes: Any) -> Options:
 def launched(what: Options) -> Record:
     what.check()
     made = command.plan_of(what)
-    return command.measure(made, command.subject_of(what, made, ["forerun", "bench"]), Quiet())
+    return command.measure(made, command.subject_of(what, made), Quiet())
 
 
 def processes() -> list[int]:
     listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [int(line.split()[0]) for line in listed if "mock_server.py" in line and str(os.getpid()) not in line.split()[0]]
+    mine = str(Path(__file__).parent / "mock_server.py")
+    return [int(line.split()[0]) for line in listed if mine in line and str(os.getpid()) not in line.split()[0]]
 
 
 @pytest.mark.parametrize("alive", ["together", "in-turns"])
@@ -255,7 +247,8 @@ def test_an_interrupt_leaves_a_record_and_no_server(tmp_path: Path) -> None:
     out, err = running.communicate(timeout=30)
     assert running.returncode == 130, (out, err)
     assert processes() == before
-    assert not record.load(tmp_path / "out.json").finished
+    made = record.load(tmp_path / "out.json")
+    assert not made.finished and f"--resume {tmp_path / 'out.json'}" in err
 
 
 def test_a_running_server_by_url(tmp_path: Path) -> None:
@@ -284,14 +277,14 @@ def test_a_running_server_by_url(tmp_path: Path) -> None:
         assert made.settings.engine == "vllm", "told by the owner of its model"
         for bad in (("ngram",), (), ("fast=ftp://x",), (f"fast={urls[1]}", f"fast={urls[1]}")):
             with pytest.raises(SettingError):
-                command.subject_of(dataclasses.replace(what, arms=bad), command.plan_of(what), [])
+                command.subject_of(dataclasses.replace(what, arms=bad), command.plan_of(what))
         with pytest.raises(SettingError, match="target"):
-            command.subject_of(dataclasses.replace(what, served_model="other"), command.plan_of(what), [])
+            command.subject_of(dataclasses.replace(what, served_model="other"), command.plan_of(what))
     finally:
         stop.set()
         thread.join()
     with pytest.raises(SettingError, match="is the server up"):
-        command.subject_of(Options(engine="http://127.0.0.1:9", arms=("a=http://127.0.0.1:9",)), command.plan_of(what), [])
+        command.subject_of(Options(engine="http://127.0.0.1:9", arms=("a=http://127.0.0.1:9",)), command.plan_of(what))
 
 
 def test_what_body_sets_is_what_the_record_and_the_report_say() -> None:
@@ -304,7 +297,7 @@ def test_what_body_sets_is_what_the_record_and_the_report_say() -> None:
                 for arm, server in ((ServedArm(BASELINE, None), base), (ServedArm("fast", {"method": "ngram"}), fast))
             )
             what = plan(tasks=workloads.find((task,)), repetitions=1, warmups=0)
-            subject = Subject("m", "vllm", sides, run.random_ids(50, frozenset()), body=body)
+            subject = Subject("m", "vllm", sides, random_ids(50, frozenset()), body=body)
             return await run.measure(what, subject, Quiet()), base
 
     for body, task, sent, said in (
@@ -371,7 +364,7 @@ def test_an_arm_that_does_not_answer_is_given_up_and_the_others_are_measured() -
         assert [b.arm for b in made.batches].count("bad") == batches and made.finished
         good = [b for b in made.batches if b.arm == BASELINE]
         assert len(good) == 5 and not any(a.failed for b in good for a in b.answers)
-        (note,) = made.notes
+        (note,) = made.given_up
         assert note.startswith("bad was given up on explain") and reason in note and note in words.warnings(made)
 
 
@@ -417,8 +410,6 @@ def test_loads_and_slots() -> None:
     small = plan(loads=(Load(concurrency=2, requests=2),))
     assert command.slots_of(Options(), small) == 2 and command.slots_of(Options(slots=5), small) == 5
     assert command.slots_of(Options(), plan(loads=(Load("poisson", rate=1.0, requests=3),))) == 32
-    assert Options().plain and Options(concurrency=(8,)).plain and not Options(concurrency=(1, 8)).plain
-    assert not Options(rates=(1.0,), concurrency=()).plain and not Options(engine="vllm").plain
 
 
 def test_headers_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,5 +420,3 @@ def test_headers_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for bad in (Options(headers=("none",)), Options(api_key_env="NOT_SET_ANYWHERE")):
         with pytest.raises(SettingError):
             command._headers(bad)
-    monkeypatch.setattr(sys, "argv", ["x", "bench", "--header", "Authorization: abc"])
-    assert "abc" not in json.dumps(command.invocation())

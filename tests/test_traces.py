@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
+from typer.testing import CliRunner
 
 from forerun import cli
-from forerun.bench import command, run, traces, words
-from forerun.bench.command import Options
+from forerun.bench import command, traces, words
 from forerun.bench.launching import ServedArm
 from forerun.bench.openai import DIALECTS, Address
+from forerun.bench.options import Options
+from forerun.bench.plan import interleaved, scheduled_s
 from forerun.bench.record import Load
 from forerun.bench.sides import Running
+from forerun.bench.subject import Subject
 from forerun.types import SettingError
 
 
@@ -177,34 +179,30 @@ def test_a_run_that_will_take_hours_is_known_before_it_starts(tmp_path: Path) ->
     path = write(tmp_path / "log.jsonl", [{"timestamp": 27482 * i, "prompt": f"p {i}"} for i in range(9)])
     options = Options(trace=path, requests=3, repetitions=2, concurrency=())
     plan = command.plan_of(options)
-    least = run.scheduled_s(plan, 2, True)
+    least = scheduled_s(plan, 2, True)
     assert least == 2 * 3 * 2 * 27482
     said = words.long_wait(least, plan.loads)
     assert said is not None and "91.6 hours" in said and "--trace-speed" in said
     fast = command.plan_of(replace(options, trace_speed=1000.0))
-    assert run.scheduled_s(fast, 2, True) == pytest.approx(least / 1000) and words.long_wait(330.0, fast.loads) is None
+    assert scheduled_s(fast, 2, True) == pytest.approx(least / 1000) and words.long_wait(330.0, fast.loads) is None
     closed = command.plan_of(Options(tasks=("explain",)))
-    assert run.scheduled_s(closed, 2, True) == 0.0
+    assert scheduled_s(closed, 2, True) == 0.0
     slow = command.plan_of(Options(tasks=("explain",), concurrency=(), rates=(0.001,), requests=4, repetitions=2))
-    assert run.scheduled_s(slow, 2, False) > 3600 and "--rate" in str(words.long_wait(7200.0, slow.loads))
+    assert scheduled_s(slow, 2, False) > 3600 and "--rate" in str(words.long_wait(7200.0, slow.loads))
 
 
-def test_it_is_said_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "log.jsonl", [{"timestamp": 9000 * i, "prompt": f"p {i}"} for i in range(9)])
     sides = tuple(Running(ServedArm(name, None), Address("http://h", "m", DIALECTS["vllm"])) for name in ("baseline", "b"))
-    subject = run.Subject("m", "vllm", sides)
-    monkeypatch.setattr(command, "subject_of", lambda *_: subject)
+    monkeypatch.setattr(command, "subject_of", lambda *_: Subject("m", "vllm", sides))
 
     def begin(*_: Any) -> None:
         raise SettingError("here", "x", "it would begin")
 
     monkeypatch.setattr(command, "measure", begin)
-    with pytest.raises(typer.Exit):
-        cli.bench(trace=path, requests=3, repetitions=2, engine="http://h", arm=["b=http://h2"], output=tmp_path / "o.json")
-    printed = capsys.readouterr()
-    assert "hours or more" in " ".join(printed.out.split()) and "it would begin" in printed.err
+    asked = ["--trace", str(path), "--requests", "3", "-r", "2", "-e", "http://h", "-a", "b=http://h2"]
+    shown = CliRunner().invoke(cli.app, ["bench", *asked, "-o", str(tmp_path / "o.json")])
+    assert shown.exit_code == 2 and "hours or more" in shown.stderr and "it would begin" in shown.stderr
 
 
 def test_times_that_cannot_be(tmp_path: Path) -> None:
@@ -222,6 +220,6 @@ def test_each_repetition_replays_the_next_part_of_the_log(tmp_path: Path) -> Non
     plan = command.plan_of(Options(trace=path, trace_speed=2.0, requests=3, repetitions=2, concurrency=(), tasks=("copy",)))
     assert plan.loads == (Load("trace", requests=3, speed=2.0),) and [t.name for t in plan.tasks] == ["log"]
     assert [plan.first_variant(plan.loads[0], r) for r in range(plan.rounds)] == [0, 3, 6]
-    assert plan.trace == tuple(float(i * i) for i in range(9)) and run.batches_of(plan, 2, True) == 6
+    assert plan.trace == tuple(float(i * i) for i in range(9)) and len(list(interleaved(plan, 2))) == 2 * 3
     with pytest.raises(SettingError, match="different ones"):
         command.plan_of(Options(trace=path, requests=4, repetitions=2, concurrency=()))

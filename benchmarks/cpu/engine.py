@@ -23,9 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.bench.arms import parse
-from forerun.bench.embedded import Plan, measure
+from forerun.bench.arms import BASELINE, parse
+from forerun.bench.command import measure
+from forerun.bench.launching import ServedArm
+from forerun.bench.plan import Plan
+from forerun.bench.progress import Course
 from forerun.bench.record import Batch
+from forerun.bench.sides import Embedded
+from forerun.bench.subject import Subject
 from forerun.bench.workloads import find
 from forerun.llm import LLM, LoadedModel
 from forerun.types import SamplingParams
@@ -174,17 +179,17 @@ def decode_rate(batch: Batch) -> float:
 def tasks(loaded: LoadedModel, repetitions: int) -> dict[str, Any]:
     """For each task: n-gram's speed-up over plain decoding, its tokens a step, and what of a step is not the target."""
 
-    class Quiet:
-        def began(self, *_: Any) -> None:
-            pass
-
-        def ended(self, *_: Any) -> None:
-            pass
-
-    plan = Plan(TASKS, parse(("ngram",)), repetitions=repetitions)
-    record = measure(
-        plan, loaded.name, lambda arm: LLM(loaded, speculative_config=arm.speculation, kv_cache_tokens=KV), Quiet()
+    (ngram,) = parse(("ngram",))
+    assert ngram.speculation is not None
+    sides = (
+        Embedded(ServedArm(BASELINE, None), lambda: LLM(loaded, kv_cache_tokens=KV)),
+        Embedded(
+            ServedArm(ngram.name, ngram.speculation.effective()),
+            lambda: LLM(loaded, speculative_config=ngram.speculation, kv_cache_tokens=KV),
+        ),
     )
+    plan = Plan(find(TASKS), repetitions=repetitions)
+    record = measure(plan, Subject(loaded.name, "forerun", sides), Course(lambda _: None))
     found: dict[str, Any] = {}
     for task in TASKS:
         arms: dict[str, list[Any]] = {}

@@ -4,6 +4,7 @@ commands, so that --help answers at once.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from forerun.bench.command import Options
+    from forerun.bench.options import Options
     from forerun.bench.record import Record
     from forerun.engine.stats import DraftStats
     from forerun.llm import Output
@@ -108,25 +109,63 @@ JunitOption = Annotated[
 ]
 
 
+DebugOption = Annotated[
+    bool, typer.Option("--debug", rich_help_panel=OUTPUT, help="Show where an error comes from, and more of what goes on.")
+]
+
+UNUSABLE, UNANSWERED, BROKEN, INTERRUPTED = 2, 3, 4, 130
+"""Exit codes: what was asked for cannot be had; an arm answered nothing or was given up; an error of our own; interrupted."""
+
+
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """A setting that cannot be used is one red line on stderr and exit code 2; an interrupt is exit code 130."""
+def plain_errors(debug: bool) -> Iterator[None]:
+    """What goes wrong is one red line on standard error, without secrets, and an exit code. debug: and the traceback."""
+    if debug:
+        logging.getLogger("forerun").setLevel(logging.DEBUG)
     try:
         yield
-    except SettingError as error:
-        from rich.console import Console
-
-        # soft_wrap: one line, whatever the terminal's width, so that it can be searched for
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
-        raise typer.Exit(2) from None
+    except (typer.Exit, typer.Abort):
+        raise
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        known = _known(error)
+        said = known or f"{type(error).__name__}: {error} (a fault of forerun's own; --debug shows where)"
+        _complain(f"error: {said}")
+        raise typer.Exit(BROKEN if known is None else UNUSABLE) from None
+
+
+def _known(error: Exception) -> str | None:
+    """What to say of an error that is none of our own."""
+    if isinstance(error, SettingError):
+        return str(error)
+    if isinstance(error, OSError):
+        named = f"{error.filename}: " if error.filename else ""
+        return f"{named}{error.strerror or error}"
+    return None
+
+
+def _complain(line: str) -> None:
+    from rich.console import Console
+
+    from forerun.bench.redaction import hide
+
+    # soft_wrap: one line, whatever the terminal's width, so that it can be searched for
+    Console(stderr=True, soft_wrap=True, highlight=False).print(hide(line), style="red", markup=False)
 
 
 @app.callback(invoke_without_command=True)
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # what the terminal has no character for is written as its escape
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if version:
         print(f"forerun {__version__}")
         raise typer.Exit
@@ -245,6 +284,7 @@ def generate(
             "--json", rich_help_panel=OUTPUT, help="One JSON object instead of text: text, ids, reason, drafting, times."
         ),
     ] = False,
+    debug: DebugOption = False,
 ) -> None:
     """Continue a text, or answer a message with --chat. The answer streams to standard output.
 
@@ -258,7 +298,7 @@ def generate(
 
         forerun generate --chat "Add type hints to this file" -s prediction --prediction @old.py
     """
-    with plain_errors():
+    with plain_errors(debug):
         text = _prompt(prompt)
         from forerun.config import Speculation
         from forerun.types import SamplingParams
@@ -316,6 +356,7 @@ def generate(
 
 @app.command()
 def bench(
+    ctx: typer.Context,
     model: ModelOption = None,
     dtype: DTypeOption = DType.auto,
     device: DeviceOption = Device.auto,
@@ -535,13 +576,24 @@ def bench(
             metavar="FILE",
             rich_help_panel=OUTPUT,
             show_default="bench-DATE-TIME.json",
-            help="The record: every raw sample, settings, versions, machine.",
+            help="The record: every raw sample, settings, versions, machine. It is written after each batch.",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="RECORD",
+            rich_help_panel=RUN,
+            help="Go on with a run that was interrupted: what its record is missing is measured, with the options that it "
+            "was begun with. Secrets, which no record holds, are given again.",
         ),
     ] = None,
     markdown: MarkdownOption = None,
     html: HtmlOption = None,
     ci: CiOption = None,
     junit: JunitOption = None,
+    debug: DebugOption = False,
 ) -> None:
     """Does speculation pay here? Measures it against plain decoding on this machine, with the same prompts, and says so.
 
@@ -564,18 +616,17 @@ def bench(
 
         forerun bench --html result.html --ci 'speedup.copy >= 1.3' --ci 'identical == all' --junit result.xml
     """
-    with plain_errors():
+    with plain_errors(debug):
         from rich.console import Console
 
-        from forerun.bench import command, launching, record
-        from forerun.bench.openai import Timeouts
+        from forerun.bench import launching
+        from forerun.bench.options import Options, resumed
 
         if print_template:
             print(launching.text_of(engine), end="")
             return
-        console = Console()
         names = tuple(name.strip() for name in tasks.split(",") if name.strip())
-        options = command.Options(
+        options = Options(
             model=model,
             engine=engine,
             arms=tuple(arm or ()),
@@ -605,21 +656,21 @@ def bench(
             api_key_env=api_key_env,
             headers=tuple(header or ()),
             body=body,
-            timeouts=Timeouts(timeout, connect_timeout, idle_timeout),
+            timeout_s=timeout,
+            connect_timeout_s=connect_timeout,
+            idle_timeout_s=idle_timeout,
             tokenizer=tokenizer,
         )
+        earlier = None
+        if resume is not None:
+            earlier = _record(resume)
+            known = bool(earlier.settings.options)
+            require(known, "resume", str(resume), "it is of a version that could not resume; measure anew")
+            options = resumed(earlier.settings.options, _given(ctx, options))
         options.check()
-        path = output or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.json")
-        _writable("output", path)
         wanted = _Outputs(markdown, html, tuple(ci or ()), junit)
-        measured = _measure_plain(options, wanted, console) if options.plain else _measure(options, wanted, console)
-        record.save(measured, path)
-        passed = wanted.write(measured, console)
-        console.print(f"\nAll samples, settings and versions: {path}", highlight=False, soft_wrap=True)
-        if not measured.finished:
-            raise typer.Exit(130)
-        if not passed:
-            raise typer.Exit(1)
+        path = output or resume or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.json")
+        _execute(options, earlier, path, wanted, Console())
 
 
 @app.command()
@@ -629,6 +680,7 @@ def report(
     html: HtmlOption = None,
     ci: CiOption = None,
     junit: JunitOption = None,
+    debug: DebugOption = False,
 ) -> None:
     """Show a record again, or compare records: the first with each of the others.
 
@@ -642,7 +694,7 @@ def report(
 
         forerun report last-week.json today.json --markdown change.md
     """
-    with plain_errors():
+    with plain_errors(debug):
         from rich.console import Console
 
         from forerun.bench import changes
@@ -654,18 +706,19 @@ def report(
         first, *others = records
         if not others:
             s = first.settings
-            wanted.possible(s.tasks, [load.label for load in s.loads], [arm.name for arm in s.arms])
+            wanted.possible()
+            wanted.meaningful(s.tasks, [load.label for load in s.loads], [arm.name for arm in s.arms])
             if not wanted.write(first, console):
                 raise typer.Exit(1)
             return
         require(not ci and not junit, "ci", ci or junit, "a threshold speaks of one record; give one FILE")
-        wanted.possible((), (), ())
+        wanted.possible()
         for later in others:
             changes.show(first, later, console)
         if markdown is not None:
-            markdown.write_text("\n".join(changes.markdown(first, later) for later in others), encoding="utf-8")
+            _write(markdown, "\n".join(changes.markdown(first, later) for later in others))
         if html is not None:
-            html.write_text(pages.changes_page(first, others), encoding="utf-8")
+            _write(html, pages.changes_page(first, others))
 
 
 @app.command()
@@ -674,6 +727,7 @@ def models(
         str | None, typer.Option("--fetch", metavar="MODEL", help="First fetch this model, if it is not here yet.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of a table.")] = False,
+    debug: DebugOption = False,
 ) -> None:
     """List the models that are on this machine, ready to be named with --model.
 
@@ -683,7 +737,7 @@ def models(
 
         forerun models --fetch smollm2-135m-instruct
     """
-    with plain_errors():
+    with plain_errors(debug):
         from forerun.models import hub
 
         if fetch is not None:
@@ -708,44 +762,59 @@ def models(
         Console().print(table)
 
 
-def _measure_plain(options: Options, wanted: _Outputs, console: Console) -> Record:
-    """Batches of requests at once on the engine in this process."""
-    from forerun.bench import arms, embedded, progress
-
-    plan = embedded.Plan(
-        options.tasks,
-        arms.parse(options.arms or arms.DEFAULT_ARMS),
-        repetitions=options.repetitions,
-        warmups=options.warmups,
-        max_tokens=options.max_tokens,
-        concurrency=options.concurrency[0],
-        control=options.control,
-        seed=options.seed,
-    )
-    wanted.possible(plan.tasks, (plan.load.label,), [a.name for a in plan.arms])
-    from forerun.llm import LLM
-
-    with progress.waiting(console, "Loading the model"):
-        loaded = LLM.load(options.model, options.dtype, options.device)
-    with progress.watcher(console, plan.batches) as watcher:
-        count = 1 + len(plan.candidates)
-        build = embedded.engines(loaded, plan.concurrency, options.dtype, options.device, count)
-        return embedded.measure(plan, loaded.name, build, watcher)
+def _given(ctx: typer.Context, options: Options) -> dict[str, Any]:
+    """What stands on the command line, by the options' fields."""
+    fields = {"arm": "arms", "rate": "rates", "header": "headers"} | {
+        name: f"{name}_s" for name in ("timeout", "connect_timeout", "idle_timeout")
+    }
+    sources = {p: ctx.get_parameter_source(p) for p in ctx.params}
+    names = [p for p, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return {name: getattr(options, name) for p in names if hasattr(options, name := fields.get(p, p))}
 
 
-def _measure(options: Options, wanted: _Outputs, console: Console) -> Record:
-    """Any load on any engine."""
-    from forerun.bench import command, progress, run, words
+def _execute(options: Options, earlier: Record | None, path: Path, wanted: _Outputs, console: Console) -> None:
+    """Measure what the options ask for, or what an earlier part of that left over; write the record and what else is wanted."""
+    from forerun.bench import command, progress, words
+    from forerun.bench.keeping import Keeper
+    from forerun.bench.plan import scheduled_s
+    from forerun.bench.summary import unmeasured
 
+    keeper = Keeper(path, replacing=earlier is not None)
     plan = command.plan_of(options)
+    wanted.possible()
+    wanted.meaningful([task.name for task in plan.tasks], [load.label for load in plan.loads], command.arm_names(options))
     with progress.waiting(console, "Preparing" if options.remote else "Loading the model"):
-        subject = command.subject_of(options, plan, command.invocation())
-    wanted.possible([task.name for task in plan.tasks], [load.label for load in plan.loads], run.names(plan, subject))
-    least = run.scheduled_s(plan, len(subject.sides), subject.together)
-    if (said := words.long_wait(least, plan.loads)) is not None:
-        console.print(f"Note: {said}", style="yellow", markup=False)
-    with progress.watcher(console, run.batches_of(plan, len(subject.sides), subject.together)) as watcher:
-        return command.measure(plan, subject, watcher)
+        subject = command.subject_of(options, plan)
+    subject = command.described(subject, options, plan)
+    if earlier is not None:
+        command.resumable(earlier, subject)
+    least = scheduled_s(plan, len(subject.sides), subject.together)
+    if (long := words.long_wait(least, plan.loads)) is not None:
+        _tell(f"Note: {long}")
+    _tell(f"Record: {path}, written after each batch. If the run is interrupted, go on with: {keeper.resume}")
+    try:
+        with progress.watcher(console) as watcher:
+            measured = command.measure(plan, subject, watcher, keeper.write, earlier)
+    except BaseException:
+        if keeper.saved:
+            _tell(f"What was measured until then is in {keeper.close()}. Go on with: {keeper.resume}")
+        raise
+    if (where := keeper.close()) != path:
+        _complain(f"error: {path} cannot be written ({keeper.trouble}); the record is in {where}")
+    passed = wanted.write(measured, console)
+    console.print(f"\nAll samples, settings and versions: {where}", highlight=False, soft_wrap=True)
+    if not measured.finished:
+        _tell(f"Interrupted. Go on with: {keeper.resume}")
+        raise typer.Exit(INTERRUPTED)
+    if measured.given_up or unmeasured(measured):
+        raise typer.Exit(UNANSWERED)
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _tell(line: str) -> None:
+    """What belongs to the run and not to its result."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _numbers(name: str, text: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
@@ -782,17 +851,23 @@ class _Outputs:
     ci: tuple[str, ...]
     junit: Path | None
 
-    def possible(self, tasks: Sequence[str], loads: Sequence[str], arms: Sequence[str]) -> None:
-        """Raises SettingError for a file that cannot be written and for a threshold on what will not be measured, before
-        minutes of measuring."""
+    def possible(self) -> None:
+        """Raises SettingError for a file that cannot be written and for a threshold that cannot be read."""
         from forerun.bench import thresholds
+        from forerun.bench.keeping import writable
 
         for name, path in (("markdown", self.markdown), ("html", self.html), ("junit", self.junit)):
             if path is not None:
-                _writable(name, path)
+                writable(name, path)
         require(
             self.junit is None or bool(self.ci), "junit", str(self.junit), "there is no threshold; add --ci 'failures == 0'"
         )
+        thresholds.parse(self.ci)
+
+    def meaningful(self, tasks: Sequence[str], loads: Sequence[str], arms: Sequence[str]) -> None:
+        """Raises SettingError for a threshold on what is not measured."""
+        from forerun.bench import thresholds
+
         thresholds.exist(thresholds.parse(self.ci), tasks, loads, arms)
 
     def write(self, record: Record, console: Console) -> bool:
@@ -801,9 +876,9 @@ class _Outputs:
 
         report.show(record, console)
         if self.markdown is not None:
-            self.markdown.write_text(report.markdown(record), encoding="utf-8")
+            _write(self.markdown, report.markdown(record))
         if self.html is not None:
-            self.html.write_text(html.page(record), encoding="utf-8")
+            _write(self.html, html.page(record))
         checks = thresholds.check(thresholds.parse(self.ci), record)
         if checks:
             console.print()
@@ -812,7 +887,7 @@ class _Outputs:
                 thresholds.line(check), style="green" if check.passed else "red", markup=False, highlight=False, soft_wrap=True
             )
         if self.junit is not None:
-            self.junit.write_text(thresholds.junit(checks, record), encoding="utf-8")
+            _write(self.junit, thresholds.junit(checks, record))
         return all(check.passed for check in checks)
 
 
@@ -827,6 +902,11 @@ def _variables(text: str | None) -> dict[str, Any] | None:
     return dict(value)
 
 
+def _write(path: Path, text: str) -> None:
+    """A lone surrogate, which a server may send, is written as its escape."""
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
 def _record(path: Path) -> Record:
     from forerun.bench import record
 
@@ -834,12 +914,6 @@ def _record(path: Path) -> Record:
         return record.load(path)
     except OSError as error:
         raise SettingError("file", str(path), f"cannot be read ({error.strerror}); give a file that bench wrote") from None
-
-
-def _writable(name: str, path: Path) -> None:
-    """Found out before minutes of measuring."""
-    require(path.resolve().parent.is_dir(), name, str(path), "its folder does not exist; make it first or give another")
-    require(not path.is_dir(), name, str(path), "that is a folder; give a file's name")
 
 
 def _as_json(output: Output, settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,115 +1,46 @@
-"""From what a user asked for on the command line to a plan and its sides. Knows the options' meaning; prints nothing."""
+"""From a user's options to a plan and to what is measured. Knows the options' meaning and finds out what can be known before
+anything is measured; prints nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
+import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 import sys
-import urllib.request
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.bench import arms, embedded, launching, run, traces, workloads
+from forerun.bench import addresses, arms, launching, machine, run, traces, workloads
 from forerun.bench.arms import BASELINE, CONTROL
 from forerun.bench.launching import ServedArm
-from forerun.bench.openai import DIALECTS, Address, Timeouts, check_body
+from forerun.bench.openai import DIALECTS, Address, check_body
+from forerun.bench.options import Options, asked, words
+from forerun.bench.plan import Plan, fingerprint
 from forerun.bench.record import Load, Record
-from forerun.bench.run import Plan, Subject
+from forerun.bench.redaction import hide, hide_command, remember, secrets_of
+from forerun.bench.run import Watcher
 from forerun.bench.servers import Launch, Server, available_memory
 from forerun.bench.sides import Embedded, Launched, Running, Side
+from forerun.bench.subject import Origin, Subject, random_ids
+from forerun.bench.workloads import Prompt, Task
 from forerun.checks import SettingError, require, whole
 
 if TYPE_CHECKING:
-    from forerun.bench.embedded import Watcher
+    from forerun.llm import LLM
+    from forerun.models.tokenizer import Tokenizer
 
+SERVED_ARMS = ("ngram",)
 OPEN_LOOP_SLOTS = 32  # requests that a server takes at once when their number is not bounded by the load
 OPEN_LOOP_REQUESTS = 16
 GIBIBYTE = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """As on the command line, where each is explained."""
-
-    model: str | None = None
-    engine: str = "forerun"
-    arms: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = workloads.DEFAULT_TASKS
-    prompts: tuple[Path, ...] = ()
-    trace: Path | None = None
-    trace_speed: float = 1.0
-    concurrency: tuple[int, ...] = (1,)
-    rates: tuple[float, ...] = ()
-    requests: int | None = None
-    repetitions: int = 8
-    warmups: int = 1
-    max_tokens: int = 128
-    control: bool = False
-    samples: int = 0
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "auto"
-    template: Path | None = None
-    program: str | None = None
-    server_args: str = ""
-    context: int = 4096
-    slots: int | None = None
-    alive: str = "auto"
-    logs: Path | None = None
-    served_model: str | None = None
-    api_key_env: str | None = None
-    headers: tuple[str, ...] = ()
-    body: str = "{}"
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    tokenizer: str | None = None
-
-    @property
-    def remote(self) -> bool:
-        return self.engine != "forerun"
-
-    @property
-    def plain(self) -> bool:
-        """Whether this is one batch of requests at once to the engine in this process, on tasks that are built in."""
-        one = len(self.concurrency) == 1 and self.requests in (None, self.concurrency[0]) and self.slots is None
-        return not self.remote and one and not self.samples and not self.rates and not self.prompts and self.trace is None
-
-
-    def check(self) -> None:
-        """Raises SettingError for options that do not go together; nothing that was given is silently ignored."""
-        running = self.engine.startswith(("http://", "https://"))
-        own = {
-            "program": self.program is not None,
-            "template": self.template is not None,
-            "server_args": bool(self.server_args),
-            "logs": self.logs is not None,
-            "alive": self.alive != "auto",
-        }
-        for name, given in own.items():
-            fits = self.remote and not running
-            require(fits or not given, name, getattr(self, name), "it is for servers that are started here; give --engine vllm")
-        url = {
-            "served_model": self.served_model is not None,
-            "api_key_env": self.api_key_env is not None,
-            "header": bool(self.headers),
-        }
-        for name, given in url.items():
-            require(running or not given, name, "...", "it is for a server that runs already; give --engine URL")
-        require(self.remote or self.body == "{}", "body", self.body, "it is for servers; give --engine")
-        own_time = self.timeouts == Timeouts()
-        require(self.remote or own_time, "timeout", self.timeouts, "time-outs are for servers; give --engine")
-        require(self.context >= 2, "context", self.context, "give 2 or more, for instance 4096")
-        require(self.logs is None or self.logs.is_dir(), "logs", str(self.logs), "no such folder; make it first")
-        if self.trace is not None:
-            alone = not self.rates and not self.concurrency
-            require(alone, "trace", str(self.trace), "a trace is a load of its own; leave --concurrency and --rate out")
-        else:
-            require(bool(self.concurrency or self.rates), "concurrency", (), "give at least one number")
 
 
 def loads_of(options: Options) -> tuple[Load, ...]:
@@ -153,9 +84,10 @@ def served_arms(texts: Sequence[str]) -> tuple[ServedArm, ...]:
         if text.startswith("{"):
             found.append(_from_json(text))
         elif text.startswith("flags:"):
-            flags = tuple(shlex.split(text.removeprefix("flags:")))
+            flags = tuple(_split("arms", text.removeprefix("flags:")))
             require(bool(flags), "arms", text, "give flags, for instance flags:--spec-type ngram-mod")
-            found.append(ServedArm(" ".join(flags), None, flags))
+            remember(*secrets_of(flags))
+            found.append(ServedArm(" ".join(hide(flags)), None, flags))
         else:
             for arm in arms.parse((text,)):
                 assert arm.speculation is not None
@@ -181,49 +113,108 @@ def _from_json(text: str) -> ServedArm:
     return ServedArm(name if k is None else f"{name} k={k}", value)
 
 
-def subject_of(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
+def subject_of(options: Options, plan: Plan) -> Subject:
     """What is measured. Loads the model if it runs in this process; starts nothing. Raises SettingError."""
     if options.engine == "forerun":
-        return _embedded(options, plan, command)
-    if options.engine.startswith(("http://", "https://")):
-        return _running(options, plan, command)
-    return _launched(options, plan, command)
+        return _embedded(options, plan)
+    return _running(options, plan) if options.running else _launched(options, plan)
 
 
-def _embedded(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
+def arm_names(options: Options) -> list[str]:
+    """Of the arms, in their order, before anything is loaded. Raises SettingError for arms that cannot be."""
+    if options.engine == "forerun":
+        candidates = [arm.name for arm in arms.parse(options.arms or arms.DEFAULT_ARMS)]
+    elif options.running:
+        candidates = [text.partition("=")[0] for text in options.arms]
+    else:
+        candidates = [arm.name for arm in served_arms(options.arms or SERVED_ARMS)]
+    return [BASELINE, *candidates, *([CONTROL] if options.control else [])]
+
+
+def described(subject: Subject, options: Options, plan: Plan) -> Subject:
+    """With what the record says of it: the command that repeats the run, and what a resumed run must have in common with it."""
+    contents = {"prompts": fingerprint(plan)}
+    if options.template is not None:
+        contents["template"] = hashlib.sha256(options.template.read_bytes()).hexdigest()[:16]
+    command = tuple(words(dataclasses.replace(options, **subject.settled)))
+    return dataclasses.replace(subject, origin=Origin(command, asked(options), contents))
+
+
+def _embedded(options: Options, plan: Plan) -> Subject:
     from forerun.llm import LLM
+    from forerun.models import hub
 
+    candidates = arms.parse(options.arms or arms.DEFAULT_ARMS)
     loaded = LLM.load(options.model, options.dtype, options.device)
     gc.collect()
     gc.freeze()  # what is loaded stays: a collection that walks over it takes as long as several steps
-    slots = slots_of(options, plan)
-
-    candidates = arms.parse(options.arms or arms.DEFAULT_ARMS)
-    build = embedded.engines(loaded, slots, options.dtype, options.device, 1 + len(candidates))
+    slots, sides_ = slots_of(options, plan), 1 + len(candidates)
 
     def side(arm: arms.Arm) -> Side:
-        settings = arm.speculation.effective() if arm.speculation else None
-        return Embedded(ServedArm(arm.name, settings), lambda: build(arm))
+        def build() -> LLM:
+            return LLM(
+                loaded, speculative_config=arm.speculation, dtype=options.dtype, device=options.device, max_num_seqs=slots,
+                gpu_memory_utilization=0.9 / sides_,
+            )  # fmt: skip
+
+        return Embedded(ServedArm(arm.name, arm.speculation.effective() if arm.speculation else None), build)
 
     sides = [side(arm) for arm in (arms.Arm(BASELINE, None), *candidates)]
     if plan.control:
         sides.append(sides[0])
-    tokenizer = loaded.tokenizer
-    ids = run.random_ids(loaded.target.vocab, frozenset(tokenizer.special_ids))
-    return Subject(loaded.name, "forerun", tuple(sides), ids, True, tuple(command))
+    tokenizer, target = loaded.tokenizer, loaded.target
+    ids = random_ids(target.vocab, frozenset(tokenizer.special_ids))
+    notes = prompts_that_do_not_fit(plan, tokenizer, target.max_positions)
+    settled = {
+        "model": options.model or hub.DEFAULT,
+        "arms": options.arms or arms.DEFAULT_ARMS,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": target.device.type,
+    }
+    return Subject(loaded.name, "forerun", tuple(sides), ids, True, notes=notes, settled=settled)
 
 
-def _launched(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
+def prompts_that_do_not_fit(plan: Plan, tokenizer: Tokenizer, context: int) -> tuple[str, ...]:
+    """A note for each task of which some prompts are longer than the context: these requests will fail. Raises SettingError for
+    a task of which none fits, and for one that needs a chat template where there is none."""
+    notes = []
+    for task in plan.tasks:
+        own = task.name in workloads.TASKS  # whose prompts are all about as long
+        prompts = [task.prompt(v) for v in range(min(plan.prompts_needed, 8 if own else plan.prompts_needed))]
+        long = [(p, n) for p in prompts if (n := _length(p, task, tokenizer)) >= context]
+        if not long:
+            continue
+        first, tokens = long[0]
+        which = f"{len(long)} of {len(prompts)} prompts of {task.name} are too long ({first.name} has {tokens} tokens)"
+        require(len(long) < len(prompts), "tasks", task.name, f"{which}: the context has {context}; leave this task out")
+        notes.append(f"{which}: the context has {context}. Those requests fail.")
+    return tuple(notes)
+
+
+def _length(prompt: Prompt, task: Task, tokenizer: Tokenizer) -> int:
+    """Tokens of a prompt."""
+    messages = prompt.messages if prompt.message is None else ({"role": "user", "content": prompt.message},)
+    if messages is None:
+        return len(tokenizer.encode(prompt.text)) if prompt.text is not None else prompt.random_ids
+    try:
+        return len(tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False))
+    except SettingError as error:
+        raise SettingError(
+            "tasks", task.name, f"its prompts are chats ({error}); leave this task out, or measure a model made for chat"
+        ) from None
+
+
+def _launched(options: Options, plan: Plan) -> Subject:
     from forerun.models import hub
 
     template = launching.load_template(options.engine, options.template)
     body = _body(options)
+    given = tuple(_split("server_args", options.server_args))
+    remember(*secrets_of((*template.command, *given)))
     model, tokenizer = _model_for(options, template.model_kind)
-    launch = Launch(
-        template, model, options.program, options.context, slots_of(options, plan), tuple(shlex.split(options.server_args)),
-        options.logs,
-    )  # fmt: skip
-    candidates = served_arms(options.arms or ("ngram",))
+    texts = options.arms or SERVED_ARMS
+    launch = Launch(template, model, options.program, options.context, slots_of(options, plan), given, options.logs)
+    candidates = served_arms(texts)
     served = [Server(launch, arm) for arm in (ServedArm(BASELINE, None), *candidates)]
     for server in served:
         server.command()  # so that a setting which cannot be used is found before anything is started
@@ -232,58 +223,53 @@ def _launched(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
         sides.append(sides[0])
     together = _together(options.alive, len(served), model)
     name = options.model or hub.DEFAULT
-    return Subject(name, template.engine, tuple(sides), _ids(tokenizer, plan), together, tuple(command), body)
+    ids = _ids(tokenizer, plan, template.engine)
+    settled = {"model": name, "arms": texts}
+    return Subject(name, template.engine, tuple(sides), ids, together, body=body, settled=settled)
 
 
-def _running(options: Options, plan: Plan, command: Sequence[str]) -> Subject:
+def _running(options: Options, plan: Plan) -> Subject:
     headers, body = _headers(options), _body(options)
 
-    def address(url: str) -> Address:
-        model, dialect = _look(url, headers, options.served_model)
-        return Address(url, model, dialect, headers, body, options.timeouts)
+    def address(setting: str, url: str) -> Address:
+        place = addresses.read(setting, url)
+        all_headers = {**place.headers, **headers}
+        model, dialect = addresses.look(setting, place.url, all_headers, options.served_model)
+        return Address(place.url, model, dialect, all_headers, body, options.timeouts)
 
-    first = address(options.engine)
+    first = address("engine", options.engine)
     sides: list[Side] = [Running(ServedArm(BASELINE, None), first)]
+    known = {BASELINE: first}
     for text in options.arms:
-        name, equals, url = text.partition("=")
         if text == "prediction":
             # the same server: what differs is the request
             sides.append(Running(ServedArm("prediction", {"method": "prediction"}), first))
             continue
+        name, equals, url = text.partition("=")
         require(
-            bool(equals) and url.startswith(("http://", "https://")),
+            bool(equals) and url.lower().startswith(("http://", "https://")),
             "arms",
-            text,
+            hide(text),
             "a running server cannot be given a drafter; give NAME=URL of one that was started with it, or prediction",
         )
-        sides.append(Running(ServedArm(name, {"method": name}), address(url)))
-    names = [side.arm.name for side in sides]
-    for name in names:
-        require(names.count(name) == 1, "arms", name, "give each arm a name of its own")
+        require(name not in known and name != CONTROL, "arms", name, "give each arm a name of its own")
+        its = address("arms", url)
+        twin = next((other for other, there in known.items() if addresses.same(there, its)), None)
+        require(
+            twin is None,
+            "arms",
+            f"{name}={its.root}",
+            f"that is the server, model and request of {twin}, so there is nothing to compare; give the URL of another server, "
+            "or --control to see how a server differs from itself",
+        )
+        known[name] = its
+        sides.append(Running(ServedArm(name, {"method": name}), its))
     if plan.control:
         sides.append(Running(ServedArm(CONTROL, None), first))
     require(len(sides) > 1, "arms", (), "give at least one as NAME=URL, or --control to see the server's own spread")
-    tokenizer = options.tokenizer or options.model
-    return Subject(first.model, first.dialect.name, tuple(sides), _ids(tokenizer, plan), True, tuple(command), body)
-
-
-def _look(url: str, headers: Mapping[str, str], model: str | None) -> tuple[str, Any]:
-    """What model a running server serves, and which engine it is, by its list of models. Raises SettingError."""
-    root = url.rstrip("/").removesuffix("/v1")
-    try:
-        request = urllib.request.Request(f"{root}/v1/models", headers=dict(headers))
-        with urllib.request.urlopen(request, timeout=30) as response:
-            listed = json.loads(response.read())["data"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingError("engine", url, f"no list of models at {root}/v1/models ({error}); is the server up?") from None
-    found = next((one for one in listed if model is None or one.get("id") == model), None)
-    if found is None:
-        names = ", ".join(str(one.get("id")) for one in listed)
-        raise SettingError("served_model", model, f"the server has {names or 'no models'}")
-    owner = str(found.get("owned_by", "")).lower()
-    known = {"vllm": "vllm", "llamacpp": "llamacpp", "llama.cpp": "llamacpp", "sglang": "sglang"}
-    dialect = known.get(owner, "tensorrt-llm" if "tensorrt" in owner else "openai")
-    return str(found["id"]), DIALECTS[dialect]
+    ids = _ids(options.tokenizer or options.model, plan, first.dialect.name)
+    elsewhere = not all(addresses.on_this_machine(one.root) for one in known.values())
+    return Subject(first.model, first.dialect.name, tuple(sides), ids, True, body=body, elsewhere=elsewhere)
 
 
 def slots_of(options: Options, plan: Plan) -> int:
@@ -331,15 +317,20 @@ def _model_for(options: Options, kind: str) -> tuple[str, str | None]:
     return options.model, options.tokenizer
 
 
-def _ids(tokenizer: str | None, plan: Plan) -> Any:
-    if tokenizer is None or not any(task.prompt(0).random_ids for task in plan.tasks):
+def _ids(tokenizer: str | None, plan: Plan, engine: str) -> Callable[[Prompt], tuple[int, ...]] | None:
+    """What a server's prompts of random token ids are made of; None if no task has such. Raises SettingError if that is not
+    known, or if the server takes none."""
+    named = next((task.name for task in plan.tasks if task.prompt(0).random_ids), None)
+    if named is None:
         return None
+    require(DIALECTS[engine].ids, "tasks", named, "this server takes no token ids as a prompt; leave this task out")
+    require(tokenizer is not None, "tasks", named, "random token ids need the vocabulary; give --tokenizer")
     from forerun.models import hub
     from forerun.models.tokenizer import Tokenizer
 
     folder = hub.resolve(tokenizer)
     known = Tokenizer(folder)
-    return run.random_ids(min(known.size, _rows(folder) or known.size), frozenset(known.special_ids))
+    return random_ids(min(known.size, _rows(folder) or known.size), frozenset(known.special_ids))
 
 
 def _rows(folder: Path) -> int | None:
@@ -352,45 +343,75 @@ def _rows(folder: Path) -> int | None:
     return whole(size)
 
 
+def _split(name: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SettingError(name, hide_command(text), f"cannot be split into words ({error}); close the quotes") from None
+
+
 def _headers(options: Options) -> dict[str, str]:
     headers = {}
     for text in options.headers:
         name, colon, value = text.partition(":")
-        require(bool(colon) and bool(name.strip()), "header", text, "give it as NAME: VALUE")
+        known = bool(colon) and http_token(name.strip()) and value.isprintable()
+        require(known, "header", f"{name.strip()[:20]}...", "give it as NAME: VALUE, in one line")
         headers[name.strip()] = value.strip()
+        remember(value.strip(), value.strip().partition(" ")[2])
     if options.api_key_env is not None:
         key = os.environ.get(options.api_key_env)
         require(bool(key), "api_key_env", options.api_key_env, "this environment variable is not set")
+        assert key is not None
+        remember(key)
         headers["Authorization"] = f"Bearer {key}"
     return headers
+
+
+def http_token(name: str) -> bool:
+    """Whether this can be a header's name."""
+    return re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) is not None
 
 
 def _body(options: Options) -> dict[str, Any]:
     try:
         value = json.loads(options.body)
-    except json.JSONDecodeError as error:
-        raise SettingError("body", options.body, f"not JSON ({error})") from None
-    require(isinstance(value, dict), "body", options.body, 'give an object, for instance {"top_k": 20}')
+    except ValueError as error:
+        raise SettingError("body", hide(options.body), f"not JSON ({error})") from None
+    require(isinstance(value, dict), "body", hide(options.body), 'give an object, for instance {"top_k": 20}')
     check_body(value, options.samples)
     return dict(value)
 
 
-def measure(plan: Plan, subject: Subject, watcher: Watcher) -> Record:
+def resumable(record: Record, subject: Subject) -> None:
+    """Raises SettingError if what is measured now is not what the record's run measured."""
+    before, now = record.settings, subject
+    here = machine.describe(None)
+    differing = [
+        f"{name}: {was} in the record, {is_} now"
+        for name, was, is_ in (
+            ("model", before.model, now.model),
+            ("engine", before.engine, now.engine),
+            ("processor", record.machine.cpu, here.cpu),
+            ("cores", record.machine.cores, here.cores),
+            ("accelerator", record.machine.accelerator, here.accelerator),
+            *((f"contents of the {name}", before.contents.get(name), value) for name, value in now.origin.contents.items()),
+        )
+        if was != is_
+    ]
+    require(not differing, "resume", "; ".join(differing), "another run is no part of this one; measure it on its own")
+
+
+def measure(
+    plan: Plan, subject: Subject, watcher: Watcher, keep: Callable[[Record], None] | None = None, earlier: Record | None = None
+) -> Record:
     """In an event loop of its own. An interrupt, or a request to end, ends the run with what was measured."""
 
     async def interruptible() -> Record:
         task = asyncio.current_task()
         assert task is not None
         if sys.platform != "win32":
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await run.measure(plan, subject, watcher)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await run.measure(plan, subject, watcher, keep or run.nothing, earlier)
 
     return asyncio.run(interruptible())
-
-
-def invocation() -> list[str]:
-    """This program's command line, without what is secret in it."""
-    words = ["forerun", *sys.argv[1:]]
-    return ["***" if before == "--header" else word for before, word in zip(["", *words], words, strict=False)]
-
-

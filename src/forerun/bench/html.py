@@ -35,6 +35,8 @@ from forerun.bench.words import (
     about,
     command,
     drawn,
+    failed,
+    hardware,
     headline,
     load_of,
     loads_of,
@@ -189,15 +191,11 @@ def render(template: str, values: dict[str, Any]) -> str:
 
 
 def _under(record: Record) -> str:
-    m = record.machine
-    where = m.accelerator or f"{m.cpu}, {m.cores} cores"
     engine = versions_of(record).removesuffix(", ")
     if record.settings.engine == "forerun":
         engine = f"forerun {record.versions.get('forerun', '?')} with {engine}"
-    return (
-        f"{engine} on {where}, {record.started[:10]}. {record.settings.repetitions} repetitions of {loads_of(record)} for "
-        "every task and arm."
-    )
+    each = f"{record.settings.repetitions} repetitions of {loads_of(record)} for every task and arm"
+    return f"{engine} on {hardware(record.machine)}, {record.started[:10]}. {each}."
 
 
 def _speed_words(record: Record) -> str:
@@ -227,10 +225,10 @@ def _verdict(cell: Cell, record: Record, axis: svg.Axis) -> Verdict:
     name = place(cell.task, cell.load, record)
     said = f"{name}, {named(cell)}: " + (f"{r.mean:.2f} times the baseline's speed, {spread}; " if r else "") + cell.verdict
     load = load_of(cell.load) if len(record.settings.loads) > 1 else ""
-    failed = f"{cell.failures} of {cell.requests} failed" if cell.failures else ""
+    lost = failed(cell.failures, cell.requests, cell.reasons) if cell.failures else ""
     return Verdict(
         cell.arm,
-        ", ".join(part for part in (load, failed) if part),
+        ", ".join(part for part in (load, lost) if part),
         svg.interval(r, axis, kind, said) if r else "",
         f"{r.mean:.2f}×" if r else "–",
         spread,
@@ -294,10 +292,11 @@ def _figures(record: Record) -> list[charts.Table]:
 
 def _settings(record: Record) -> list[tuple[str, str]]:
     s, m = record.settings, record.machine
+    memory = f", {m.memory_bytes / 2**30:.0f} GiB" if m.memory_bytes else ""
     shown = [
         ("Model", model_of(record)),
         ("Engine", s.engine),
-        ("Machine", f"{m.cpu}, {m.cores} cores" + (f", {m.memory_bytes / 2**30:.0f} GiB" if m.memory_bytes else "")),
+        ("Client's machine" if m.client_only else "Machine", f"{m.cpu}, {m.cores} cores{memory}"),
         ("Accelerator", m.accelerator or "none"),
         ("System", m.system),
         ("Load as it began", "not known" if m.load is None else f"{m.load:.2f}"),

@@ -5,6 +5,7 @@ events; speaks no HTTP.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
@@ -15,74 +16,89 @@ from forerun.bench.record import Counts, Facts, ServerCounters
 from forerun.types import Event, SamplingParams, SettingError
 
 if TYPE_CHECKING:
-    from forerun.engine.owner import Stream
     from forerun.engine.scheduler import Sequence
     from forerun.llm import LLM
+
+LOG = logging.getLogger("forerun")
 
 
 class InProcess:
     """Steps the engine for as long as it has work. A step keeps the loop from running, so a request that falls due meanwhile
-    waits for the next one; its latency counts from when it was due."""
+    waits for the next one; its latency counts from when it was due.
+
+    broken: the exception that a step raised, after which nothing is known of the engine's state; every request then fails.
+    """
 
     def __init__(self, llm: LLM, clock: Callable[[], float] = time.perf_counter) -> None:
         self.llm, self._clock = llm, clock
-        self._streams: dict[Stream, asyncio.Event] = {}  # open ones, and what says that something has come
+        self.broken: str | None = None
+        self._waiting: dict[str, _Waiting] = {}
         self._driver: asyncio.Task[None] | None = None
-        self._read_at = 0.0  # when the last step was read
 
     async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
-        """As in endpoint.Endpoint."""
+        """As in endpoint.Endpoint, but that the pieces are handed on together when the request has ended, each with the time of
+        its step: to hand them on one by one would take time from the steps."""
+        if self.broken is not None:
+            raise RequestFailed(self.broken)
         llm = self.llm
         try:
             prompt: str | list[int] = ask.text or "" if ask.ids is None else list(ask.ids)
             if ask.messages is not None:
                 prompt = llm.chat_ids(ask.messages)
             request = llm.prepare(prompt, _params(ask))
-            stream = llm.owner.submit([request])
+        except Exception as error:
+            raise RequestFailed(
+                str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}"
+            ) from error
+        try:
+            live = llm.engine.add(request)
         except SettingError as error:
             raise RequestFailed(str(error)) from None
-        live = stream.live[request.id]
-        start, produced = self._clock(), 0
-        self._streams[stream] = asyncio.Event()
+        except Exception as error:
+            self.broken = f"the engine raised {type(error).__name__}: {error}"
+            raise RequestFailed(self.broken) from error
+        start = self._clock()
+        waiting = self._waiting[request.id] = _Waiting()
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         try:
-            async for at, event in self._events(stream):
-                if event.error is not None:
-                    raise RequestFailed(event.error)
-                produced += len(event.tokens)
-                logprobs = tuple(
-                    TokenLogprob(str(one.token), one.logprob, tuple((str(token), value) for token, value in one.top))
-                    for one in event.logprobs
-                )
-                if event.finish_reason is None:
-                    yield Piece(at, event.text, event.tokens, logprobs=logprobs)
-                    continue
-                usage = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": produced}
-                counts, queued = _counts(live), max(live.admitted_at - start, 0.0)
-                yield Piece(
-                    at, event.text, event.tokens, event.finish_reason, usage, counts, len(request.prompt_ids), logprobs, queued,
-                    produced,
-                )  # fmt: skip
-                return
+            await waiting.ended.wait()
         finally:
-            del self._streams[stream]
-            stream.close()
-
-    async def _events(self, stream: Stream) -> AsyncIterator[tuple[float, Event]]:
-        while True:
-            await self._streams[stream].wait()
-            self._streams[stream].clear()
-            for arrival in stream.take():
-                yield self._read_at, arrival.event
+            del self._waiting[request.id]
+            if self.broken is None:
+                llm.engine.abort(request.id)
+        produced, prompt_tokens = 0, len(request.prompt_ids)
+        for at, event in waiting.events:
+            produced += len(event.tokens)
+            piece = Piece(at, event.text, event.tokens, logprobs=_logprobs(event))
+            if event.finish_reason is None:
+                yield piece
+                continue
+            if event.finish_reason not in ("stop", "length"):
+                raise RequestFailed(_failure(event))
+            usage = {"prompt_tokens": prompt_tokens, "completion_tokens": produced}
+            yield piece._replace(
+                finish_reason=event.finish_reason, usage=usage, counts=_counts(live), prompt_tokens=prompt_tokens,
+                queued_s=max(live.admitted_at - start, 0.0), output_tokens=produced,
+            )  # fmt: skip
+            return
+        raise RequestFailed(waiting.failure or "the engine did not end it")
 
     async def _drive(self) -> None:
-        while self.llm.engine.has_work:
-            self.llm.owner.advance()
-            self._read_at = self._clock()
-            for come in self._streams.values():
-                come.set()
-            await asyncio.sleep(0)
+        engine = self.llm.engine
+        try:
+            while engine.has_work:
+                events = engine.step()
+                now = self._clock()
+                for event in events:
+                    if (waiting := self._waiting.get(event.request_id)) is not None:
+                        waiting.add(now, event)
+                await asyncio.sleep(0)
+        except Exception as error:
+            LOG.debug("a step of the engine failed", exc_info=True)
+            self.broken = f"the engine raised {type(error).__name__}: {error}"
+        for waiting in self._waiting.values():
+            waiting.fail(self.broken or "the engine has no work left and did not end it")
 
     async def facts(self) -> Facts:
         """Of this package's engine."""
@@ -93,6 +109,31 @@ class InProcess:
         return None
 
 
+class _Waiting:
+    """A request that is under way: its events so far, and whether there will be more."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[float, Event]] = []
+        self.ended = asyncio.Event()
+        self.failure: str | None = None
+
+    def add(self, at: float, event: Event) -> None:
+        self.events.append((at, event))
+        if event.finish_reason is not None:
+            self.ended.set()
+
+    def fail(self, why: str) -> None:
+        """Unless it has ended."""
+        if not self.ended.is_set():
+            self.failure = why
+            self.ended.set()
+
+
+def _failure(event: Event) -> str:
+    """Why a request ended that ended neither by a stop nor at its length. An engine that can say more does so in `error`."""
+    return str(getattr(event, "error", None) or f"the engine ended it with the reason {event.finish_reason!r}")
+
+
 def _params(ask: Ask) -> SamplingParams:
     return SamplingParams(
         temperature=ask.temperature,
@@ -101,6 +142,13 @@ def _params(ask: Ask) -> SamplingParams:
         seed=ask.seed,
         prediction=ask.prediction,
         logprobs=ask.logprobs,
+    )
+
+
+def _logprobs(event: Event) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(str(one.token), one.logprob, tuple((str(token), value) for token, value in one.top))
+        for one in event.logprobs
     )
 
 

@@ -1,7 +1,8 @@
 """What a run leaves behind: its settings, the machine, the versions and every raw sample, as frozen values that go to JSON
 and come back equal. Knows no engine and derives no figure; summary.py and report.py read nothing but this.
 
-Schema 2 has everything of schema 1 and adds loads, servers and chunks; files of schema 1 are still read.
+Schema 2 has everything of schema 1 and adds loads, servers and chunks; schema 3 adds what a run needs to be resumed. Files of
+schemas 1 and 2 are still read.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
 import types
 import typing
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from forerun.bench.redaction import hide
 from forerun.types import SettingError
 
-SCHEMA = 2
-READABLE = (1, 2)
+SCHEMA = 3
+READABLE = (1, 2, 3)
+
+HIDDEN_IN = ("settings", "notes", "given_up")
+"""Parts of a record whose texts come from the command line and from logs."""
 
 FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
 """The finish reasons of the OpenAI API, all of which end an answer. Others (abort, error) end a request that failed."""
@@ -49,7 +56,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """cores: those this process may use. load: the machine's load average over a minute as the run began."""
+    """Where `forerun bench` ran. cores: those this process may use. load: the machine's load average over a minute as the run
+    began. client_only: the engine ran elsewhere, on hardware that is not known; this is the machine that sent the requests."""
 
     cpu: str
     cores: int
@@ -57,6 +65,7 @@ class Machine:
     accelerator: str | None
     system: str
     load: float | None
+    client_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,9 @@ class ArmRecord:
 class Settings:
     """What was asked of the run. arms: in their order, the reference first. concurrency: of the first load. loads: every
     task is measured under each. engine: forerun for the one in this process, else the server's kind. command: the command line
-    that repeats the run, secrets left out. temperatures: of the requests of each task, as they were sent."""
+    that repeats the run, secrets left out. temperatures: of the requests of each task, as they were sent. options: what was
+    asked for on the command line, as far as it is not the default. contents: a hash of the prompts and of the template, which
+    a resumed run must have in common with this one."""
 
     model: str
     tasks: tuple[str, ...]
@@ -109,6 +120,8 @@ class Settings:
     engine: str = "forerun"
     command: tuple[str, ...] = ()
     temperatures: dict[str, float] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    contents: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +184,13 @@ class Answer:
     @property
     def failed(self) -> bool:
         return self.failure is not None or self.finish_reason not in FINISHED or not self.tokens
+
+    @property
+    def reason(self) -> str | None:
+        """Why it failed; None if it did not. Older records have requests that failed without saying why."""
+        if not self.failed or self.failure is not None:
+            return self.failure
+        return f"it ended with the reason {self.finish_reason!r}" if self.tokens else "it gave no output tokens"
 
     @property
     def tokens(self) -> int:
@@ -272,8 +292,9 @@ class FirstTokens:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A whole run. started: UTC, ISO 8601. finished False: it was interrupted, and the batches are those
-    measured until then."""
+    """A whole run. started: UTC, ISO 8601. seconds: of all its parts, if it was resumed. finished False: it was interrupted or
+    ended by an error, and the batches are those measured until then. resumed: when it was taken up again. given_up: arms and
+    tasks that were not measured to the end, and why."""
 
     started: str
     seconds: float
@@ -285,10 +306,12 @@ class Record:
     differences: tuple[Difference, ...]
     first_tokens: tuple[FirstTokens, ...] = ()
     notes: tuple[str, ...] = ()
+    resumed: tuple[str, ...] = ()
+    given_up: tuple[str, ...] = ()
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False, separators=(",", ":")).replace('{"task"', '\n{"task"')
+        return _text(self, [_batch_text(batch) for batch in self.batches])
 
     @classmethod
     def from_json(cls, text: str) -> Record:
@@ -305,19 +328,66 @@ class Record:
                 value["schema"],
                 f"this version reads schemas {', '.join(map(str, READABLE))}; measure again, or use the version that wrote it",
             )
-        if value["schema"] == 1:
-            value = _from_1(value)
-        record = _build(cls, value)
+        try:
+            record = _build(cls, _without_secrets(_from_1(value) if value["schema"] == 1 else value))
+        except (TypeError, AttributeError, KeyError) as error:
+            raise SettingError("record", text[:40], f"a value in it is of another kind ({error}); it was changed") from None
         assert isinstance(record, Record)
         return record
 
 
+class RecordFile:
+    """A record's file while the run goes on: written whole after each batch, packed if its name ends in .gz. The file is either
+    the one before or the new one, never a part of one. Each batch is turned into text once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._batches: list[str] = []
+
+    def write(self, record: Record) -> None:
+        """record: with the batches of the one before and more behind them. Raises OSError."""
+        self._batches += [_batch_text(batch) for batch in record.batches[len(self._batches) :]]
+        # a lone surrogate, which a server may send, is written as JSON's escape of it
+        data = (_text(record, self._batches) + "\n").encode("utf-8", "backslashreplace")
+        partial = self.path.with_name(self.path.name + ".part")
+        partial.write_bytes(gzip.compress(data, 6, mtime=0) if self.path.suffix == ".gz" else data)
+        os.replace(partial, self.path)
+
+
 def save(record: Record, path: Path) -> None:
     """Write it as JSON, packed if the name ends in .gz. The file appears whole or not at all."""
-    partial = path.with_name(path.name + ".part")
-    data = (record.to_json() + "\n").encode()
-    partial.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
-    partial.replace(path)
+    RecordFile(path).write(record)
+
+
+def _batch_text(batch: Batch) -> str:
+    return _dumps(_batch_without_secrets(dataclasses.asdict(batch)))
+
+
+def _text(record: Record, batches: list[str]) -> str:
+    """The record's JSON, a batch on each line."""
+    value = _without_secrets(dataclasses.asdict(dataclasses.replace(record, batches=())))
+    texts = {name: _dumps(part) for name, part in value.items()}
+    texts["batches"] = f"[{','.join(chr(10) + batch for batch in batches)}]"
+    return "{" + ",".join(f'"{name}":{text}' for name, text in texts.items()) + "}"
+
+
+def _without_secrets(value: dict[str, Any]) -> dict[str, Any]:
+    """Older versions wrote some down, so they are taken out of what is read as well."""
+    hidden = {name: hide(part) if name in HIDDEN_IN else part for name, part in value.items()}
+    return {**hidden, "batches": [_batch_without_secrets(batch) for batch in value.get("batches", ())]}
+
+
+def _batch_without_secrets(batch: dict[str, Any]) -> dict[str, Any]:
+    """Reasons of failures and notes come from outside, and servers repeat a key that they refuse."""
+    answers = [
+        {**answer, "failure": hide(answer.get("failure")), "notes": hide(answer.get("notes", ()))}
+        for answer in batch.get("answers", ())
+    ]
+    return {**batch, "notes": hide(batch.get("notes", ())), "answers": answers}
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def load(path: Path) -> Record:
@@ -325,7 +395,7 @@ def load(path: Path) -> Record:
     data = path.read_bytes()
     try:
         return Record.from_json((gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode())
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise SettingError("record", str(path), f"cannot be read ({error}); give a file that `forerun bench` wrote") from None
 
 

@@ -5,6 +5,7 @@ that runs already, or an engine in this process. Knows how to bring them up and 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Side(Protocol):
-    """arm: its name and settings. settings: those in force, as far as they are known here."""
+    """arm: its name and settings."""
 
     arm: ServedArm
 
@@ -30,22 +31,35 @@ class Side(Protocol):
         """Between up and down only."""
 
     @property
-    def settings(self) -> dict[str, Any]: ...
+    def settings(self) -> dict[str, Any]:
+        """Those in force, as far as they are known here."""
+
+    @property
+    def facts(self) -> Facts | None:
+        """What is known of the engine; None if it never came up."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether `up` would have nothing to do."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether what is behind it still works, as far as that is known here. One that does not is started again."""
 
     async def up(self) -> None:
-        """Ready to answer; nothing to do if it is."""
+        """Ready to answer; nothing to do if it is. Raises SettingError if it cannot be."""
 
     async def down(self) -> None:
         """Its memory is free again; nothing to do if it is."""
+
+    async def renew(self) -> None:
+        """Before a task: a drafter in this process that remembers answers is made anew. It may be down then."""
 
     async def fresh(self) -> None:
         """Before a batch: nothing of an earlier one is in the prefix cache, where that can be had."""
 
     def times(self) -> Times:
         """Where the engine's time went since `fresh`."""
-
-    async def facts(self) -> Facts | None:
-        """What is known of the engine; None if it never came up."""
 
 
 class Remote:
@@ -61,6 +75,21 @@ class Remote:
         assert self._http is not None, "it is not up"
         return self._http
 
+    @property
+    def facts(self) -> Facts | None:
+        """As in Side."""
+        return self._facts
+
+    @property
+    def is_up(self) -> bool:
+        """As in Side."""
+        return self._http is not None
+
+    @property
+    def alive(self) -> bool:
+        """As in Side: a server that somebody else started is theirs to watch."""
+        return True
+
     async def _connect(self, address: Address) -> None:
         self._http = await HttpEndpoint(address).__aenter__()
         if self._facts is None:
@@ -72,6 +101,9 @@ class Remote:
             await self._http.__aexit__()
             self._http = None
 
+    async def renew(self) -> None:
+        """A server keeps what its drafter remembers: to start it again takes too long."""
+
     async def fresh(self) -> None:
         """As in Side; salts of the requests do the same where there is no request for it."""
         await self.endpoint.flush()
@@ -79,10 +111,6 @@ class Remote:
     def times(self) -> Times:
         """A server does not say."""
         return TIMES_UNKNOWN
-
-    async def facts(self) -> Facts | None:
-        """As in Side."""
-        return self._facts
 
 
 class Running(Remote):
@@ -121,7 +149,13 @@ class Launched(Remote):
         await super().down()
         self._server.stop()
 
-    async def facts(self) -> Facts | None:
+    @property
+    def alive(self) -> bool:
+        """Whether its process is."""
+        return self._server.running
+
+    @property
+    def facts(self) -> Facts | None:
         """What the log and the launch say, and what the server says of itself where those are silent."""
         own, said = self._server.facts, self._facts
         if own is None or said is None:
@@ -134,9 +168,9 @@ class Embedded:
 
     def __init__(self, arm: ServedArm, build: Callable[[], LLM]) -> None:
         self.arm, self._build = arm, build
+        self.facts: Facts | None = None
+        self.settings: dict[str, Any] = {}
         self._inside: InProcess | None = None
-        self._facts: Facts | None = None
-        self._settings: dict[str, Any] = {}
 
     @property
     def endpoint(self) -> InProcess:
@@ -144,8 +178,14 @@ class Embedded:
         return self._inside
 
     @property
-    def settings(self) -> dict[str, Any]:
-        return self._settings
+    def is_up(self) -> bool:
+        """As in Side."""
+        return self._inside is not None
+
+    @property
+    def alive(self) -> bool:
+        """Not after an exception in one of its steps."""
+        return self._inside is None or self._inside.broken is None
 
     async def up(self) -> None:
         """As in Side."""
@@ -153,12 +193,18 @@ class Embedded:
             begin = time.perf_counter()
             self._inside = InProcess(self._build())
             seconds = time.perf_counter() - begin
-            self._settings = self._inside.llm.settings()
-            self._facts = self._facts or dataclasses.replace(await self._inside.facts(), startup_s=seconds)
+            self.settings = self._inside.llm.settings()
+            self.facts = self.facts or dataclasses.replace(await self._inside.facts(), startup_s=seconds)
 
     async def down(self) -> None:
         """As in Side."""
         self._inside = None
+        gc.collect()  # an engine is a ring of references, and the next one wants its memory
+
+    async def renew(self) -> None:
+        """An engine without a drafter remembers nothing."""
+        if self.arm.settings is not None and self._inside is not None:
+            await self.down()
 
     async def fresh(self) -> None:
         """As in Side."""
@@ -169,7 +215,3 @@ class Embedded:
         """As the engine counted them."""
         s = self.endpoint.llm.stats
         return Times(s.steps, s.draft_s, s.forward_s, s.verify_s, s.other_s, s.cached_tokens)
-
-    async def facts(self) -> Facts | None:
-        """As in Side."""
-        return self._facts

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forerun.bench.distribution import Comparison, one_sample, two_samples
+from forerun.bench.failures import counted
 from forerun.bench.latency import chunk_gaps, first_tokens, tpot
 from forerun.bench.record import Answer, Batch, Load, Record, ServerCounters
 from forerun.bench.statistics import MARGIN, Call, Ratio, Spread, paired_ratio, quantile, spread, verdict
@@ -34,10 +35,11 @@ class Cell:
     """One arm on one task under one load. Speeds are in output tokens a second, times in seconds, shares from 0 to 1; None: not
     to be had.
 
-    tokens_per_s: all output tokens over the wall time of the batches. speedup, verdict: against the reference, None for itself.
+    failures: of the requests; reasons: why they failed, each with how often. tokens_per_s: all output tokens over the wall time
+    of the batches. speedup, verdict: against the reference, None for itself.
     step_s: mean time of a decode step of one request, from its first token on. counts: drafting over all measured requests,
     None where the engine does not say. needed: tokens a step must give to break even, the arm's step time over the reference's.
-    got: tokens a step gave. identical: (greedy answers equal to the reference's, answers compared). failures: of the requests.
+    got: tokens a step gave. identical: (greedy answers equal to the reference's, answers compared).
     ttft, tpot, e2e: over the requests that did not fail; gap: between chunks. ttft_ratio, tpot_ratio: to the reference's, below
     1 is sooner. late: by how much requests were sent after their scheduled time. draft_share ..: shares of the engine's
     time. cached_tokens: prompt tokens that were found in the prefix cache.
@@ -49,6 +51,7 @@ class Cell:
     batches: int
     requests: int
     failures: int
+    reasons: list[tuple[str, int]]
     output_tokens: int
     tokens_per_s: float | None
     speedup: Ratio | None
@@ -139,6 +142,30 @@ def measured(record: Record, task: str, load: Load, arm: str) -> list[Batch]:
     return [b for b in record.batches if b.task == task and b.load == load and b.arm == arm and not b.warmup]
 
 
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """An arm that answered none of its requests. reasons: each with how many failed for it."""
+
+    arm: str
+    requests: int
+    reasons: list[tuple[str, int]]
+
+
+def unmeasured(record: Record) -> list[Silent]:
+    """The arms that answered none of their requests, warm-ups included. Those that were asked nothing are none of them."""
+    found = []
+    for arm in record.settings.arms:
+        answers = [a for b in record.batches if b.arm == arm.name for a in b.answers]
+        if answers and all(a.failed for a in answers):
+            found.append(Silent(arm.name, len(answers), reasons(answers)))
+    return found
+
+
+def reasons(answers: Sequence[Answer]) -> list[tuple[str, int]]:
+    """Why those of them that failed did, by kind of reason, the most frequent first."""
+    return counted(a.reason for a in answers if a.reason is not None)
+
+
 def speed(batch: Batch) -> float | None:
     """What the speed-up compares, in output tokens a second; None if a request failed, for then nothing was completed as
     asked. Closed loop: of the whole batch, over its wall time. Open loop, where the arrivals decide how long a batch takes:
@@ -219,6 +246,7 @@ def _cell(record: Record, task: str, load: Load, arm: str) -> Cell:
         len(batches),
         len(answers),
         len(answers) - len(good),
+        reasons(answers),
         tokens,
         tokens / wall if wall > 0 and tokens else None,
         speedup,

@@ -4,20 +4,23 @@ figures and how to say them; nothing of terminals or pages.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
+from forerun.bench import options
 from forerun.bench.failures import counted
-from forerun.bench.record import ArmRecord, Difference, Load, Record
+from forerun.bench.record import ArmRecord, Difference, Load, Machine, Record
 from forerun.bench.statistics import Ratio, pairs_needed
-from forerun.bench.summary import Cell, Draw, cells, draws, margin, noise
+from forerun.bench.summary import Cell, Draw, cells, draws, margin, noise, unmeasured
 from forerun.bench.workloads import TASKS, VARIANTS
 
 NEAR_TIE = 0.5  # in log-probability: wider than rounding in bfloat16 moves two logits of one forward pass apart
 BUSY = 0.5  # load average for each core from which other programs are likely to disturb
 REPETITIONS = 64  # more than so many would take longer than a quieter machine is worth looking for
 LONG_S = 3600.0  # a run that is known to take longer than that says so before it starts
+REASONS = 3  # kinds of failure that a sentence names
 LATE_S = 0.005  # requests sent later than that after their time: the load generator itself was short of processor time
 CALLS = {
     "faster": "speculation pays",
@@ -28,15 +31,20 @@ CALLS = {
 
 
 def title(record: Record) -> str:
-    s, m, v = record.settings, record.machine, record.versions
-    where = m.accelerator or f"{m.cpu}, {m.cores} cores"
+    s, v = record.settings, record.versions
     dtype = s.arms[0].engine.get("dtype", "")
     engine = versions_of(record)
     return (
-        f"{model_of(record)} {dtype} on {where}. {s.repetitions} repetitions of {loads_of(record)}, "
+        f"{model_of(record)} {dtype} on {hardware(record.machine)}. {s.repetitions} repetitions of {loads_of(record)}, "
         f"at most {s.max_tokens} output tokens. forerun {v.get('forerun', '?')}, {engine}"
         f"{record.started}, {record.seconds:.0f} s."
     ).replace("  ", " ")
+
+
+def hardware(machine: Machine) -> str:
+    """What the engine ran on, as far as it is known."""
+    here = f"{machine.cpu}, {machine.cores} cores"
+    return f"unknown hardware, asked from {here}" if machine.client_only else machine.accelerator or here
 
 
 def model_of(record: Record) -> str:
@@ -74,14 +82,25 @@ def command(record: Record) -> str:
     s = record.settings
     if s.command:
         return shlex.join(s.command)
-    parts = ["forerun", "bench", "-m", s.model, "--tasks", ",".join(s.tasks)]
-    for arm in s.arms:
-        if arm.speculation is not None:
-            keys = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-            known = {key: arm.speculation[key] for key in keys if key in arm.speculation}
-            parts += ["-a", arm.name if arm.name == "suffix" else str(known).replace("'", '"')]
-    parts += ["-r", str(s.repetitions), "--warmups", str(s.warmups), "-n", str(s.max_tokens), "-c", str(s.concurrency)]
-    return shlex.join([*parts, "--seed", str(s.seed), *(["--control"] if s.control else [])])
+    engine = s.arms[0].engine
+    again = options.Options(
+        model=s.model,
+        arms=tuple(
+            json.dumps({key: value for key, value in arm.speculation.items() if value is not None})
+            for arm in s.arms
+            if arm.speculation is not None
+        ),
+        tasks=tuple(task for task in s.tasks if task in TASKS),
+        concurrency=tuple(load.concurrency for load in s.loads if load.kind == "concurrency"),
+        repetitions=s.repetitions,
+        warmups=s.warmups,
+        max_tokens=s.max_tokens,
+        control=s.control is not None,
+        seed=s.seed,
+        dtype=engine.get("dtype", "auto"),
+        device=str(engine.get("device", "auto")).partition(":")[0],
+    )
+    return shlex.join(options.words(again))
 
 
 def about(task: str) -> str:
@@ -117,7 +136,7 @@ def unsettled(cell: Cell, record: Record) -> str:
     """What there is of data, and what would settle it."""
     r = cell.speedup
     if r is None:
-        return "; no pair of batches was completed."
+        return f"; no pair of batches was completed{_because(cell.reasons)}."
     more = pairs_needed(r, margin(record, cell.task, cell.load))
     most = min(VARIANTS // cell.load.requests - record.settings.warmups, REPETITIONS)
     if more is None:
@@ -127,6 +146,19 @@ def unsettled(cell: Cell, record: Record) -> str:
     else:
         remedy = " That is too uneven for more repetitions to settle: measure on a quieter machine."
     return f": {times(r)} over {_count(r.pairs, 'pair')}.{remedy}"
+
+
+def failed(failures: int, requests: int, reasons: list[tuple[str, int]]) -> str:
+    """12 of 12 requests failed: HTTP 401: no key. Of several reasons each with how often."""
+    return f"{failures} of {_count(requests, 'request')} failed{_because(reasons)}"
+
+
+def _because(reasons: list[tuple[str, int]]) -> str:
+    if not reasons:
+        return ""
+    said = [reason.rstrip(".") + (f" ({n} times)" if len(reasons) > 1 else "") for reason, n in reasons[:REASONS]]
+    more = sum(n for _, n in reasons[REASONS:])
+    return ": " + "; ".join(said) + (f"; and {more} others" if more else "")
 
 
 def why(cell: Cell) -> str:
@@ -154,6 +186,7 @@ def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
     """The answer in a few words, and for each candidate where it is faster, where slower, where neither. A place is
     a task under a load; it pays there if one of the candidates is faster."""
     judged = [c for c in cells(record) if c.verdict is not None and c.arm != record.settings.control]
+    silent = {one.arm: failed(one.requests, one.requests, one.reasons) for one in unmeasured(record)}
     calls = {c.verdict for c in judged}
     places = list(dict.fromkeys(place(c.task, c.load, record) for c in judged))
     pays = list(dict.fromkeys(place(c.task, c.load, record) for c in judged if c.verdict == "faster"))
@@ -162,14 +195,16 @@ def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
     elif pays:
         few = len(pays) <= 3
         answer = f"Speculation pays on {listed(pays)}" if few else f"Speculation pays in {len(pays)} of {len(places)} cases"
+    elif record.settings.reference in silent:
+        answer = "Nothing was measured: no request to the baseline was answered"
     elif calls <= {"not enough data"}:
-        answer = "Not enough data to say"
+        answer = f"Nothing was measured: {listed(silent)} answered no request" if silent else "Not enough data to say"
     elif calls == {"no difference"}:
         answer = "Speculation makes no difference here"
     else:
         answer = "Speculation is not seen to pay here" if "not enough data" in calls else "No, speculation does not pay here"
-    arms = list(dict.fromkeys(c.arm for c in judged))
-    return answer, [(arm, _places([c for c in judged if c.arm == arm], record)) for arm in arms]
+    arms = list(dict.fromkeys([*(c.arm for c in judged), *silent]))
+    return answer, [(arm, silent.get(arm) or _places([c for c in judged if c.arm == arm], record)) for arm in arms]
 
 
 def _places(of_arm: list[Cell], record: Record) -> str:
@@ -222,9 +257,13 @@ def warnings(record: Record) -> list[str]:
     """What could mislead a reader of the figures, each with what to do about it."""
     s, m = record.settings, record.machine
     every = cells(record)
-    found = list(record.notes)
+    found = [*record.given_up, *record.notes]
     if not record.finished:
         found.append("the run was interrupted; the figures are of what was measured until then.")
+    if record.resumed:
+        found.append(f"the run was interrupted and resumed: {listed(record.resumed)}.")
+    if m.client_only:
+        found.append("the server runs on another machine, of which nothing is known; processor and load are the client's.")
     if m.load is not None and m.load > BUSY * m.cores:
         found.append(
             f"the machine was busy when the run began (load {m.load:.1f} on {m.cores} cores); close other programs and "
@@ -258,7 +297,8 @@ def warnings(record: Record) -> list[str]:
 def _cell(cell: Cell) -> list[str]:
     found = []
     if cell.failures:
-        found.append(f"{cell.failures} of {cell.requests} requests failed and were left out, with the batch they were in.")
+        said = failed(cell.failures, cell.requests, cell.reasons)
+        found.append(f"{said}. They were left out, with the batch they were in.")
     if cell.cached_tokens:
         found.append(
             f"{cell.cached_tokens} prompt tokens came from the prefix cache, so time to first token is flattered."
