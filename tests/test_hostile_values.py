@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import json
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
@@ -22,7 +23,10 @@ import torch
 
 from forerun.checks import LARGEST
 from forerun.config import EngineConfig, Speculation
+from forerun.drafters.table import TABLE, Surroundings
+from forerun.engine.engine import Engine
 from forerun.llm import LLM, LoadedModel
+from forerun.models.tokenizer import Detokenizer
 from forerun.types import Request, SamplingParams, SettingError
 from tests.tiny import VOCAB, tiny_model
 
@@ -580,3 +584,69 @@ def test_changing_a_mapping_later_changes_no_request() -> None:
     given = SamplingParams(logit_bias=bias)
     bias[6] = NAN
     assert given.logit_bias == {5: 1.0}
+
+
+# --- and nobody else notices --------------------------------------------------------------------------------------------
+
+
+def intruder(it: Engine, rng: random.Random, name: str) -> Request | None:
+    """A request with two settings taken from the tables, added to the engine; None if it was refused."""
+    chosen = rng.sample([key for key in PARAMS if key != "n"], 2)
+    kinds = {key: (PARAMS[key].refused, [value for value, _ in PARAMS[key].converted]) for key in chosen}
+    given = {key: rng.choice(rng.choices(kind, (1, 3))[0]) for key, kind in kinds.items()}
+    prompt = rng.choice((*NOT_PROMPT, *NO_TOKENS)) if rng.random() < 0.2 else (5, 6, 5, 6)
+    try:
+        params = SamplingParams(**{"max_tokens": 6, **given})
+        asked = Request(name, prompt, params, 6 if params.max_tokens is None else params.max_tokens, rng.getrandbits(70))
+        it.add(asked)
+    except SettingError:
+        return None
+    return asked
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(
+    "speculation", [None, Speculation("ngram", 3, 1, 3), Speculation("prediction", 3)], ids=["plain", "ngram", "prediction"]
+)
+def test_others_get_their_own_answers_whatever_is_asked_beside_them(
+    loaded: LoadedModel, speculation: Speculation | None, fixed: bool
+) -> None:
+    """Requests with values from the tables come at every step. Each is refused or answered in full; the steady ones get what
+    they get alone, and no page is lost."""
+    config = EngineConfig(kv_cache_tokens=1024, max_model_len=128, max_num_seqs=4, speculation=speculation)
+
+    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
+        around = Surroundings(slots, mirror, sampling, kv, config, fixed, loaded.target.vocab, None)
+        return TABLE[speculation.method](speculation, around) if speculation else None
+
+    def steady(i: int) -> Request:
+        params = SamplingParams(temperature=0.8 * (i % 2), top_k=20 * (i % 3), max_tokens=50, repetition_penalty=1.0 + i / 10)
+        return Request(f"steady {i}", (5, 6, 7, 5, 6, i + 3), params, 50, i, prediction=(5, 6, 7))
+
+    def answered(it: Engine, rng: random.Random | None) -> tuple[dict[str, list[int]], int, int]:
+        found: dict[str, list[int]] = {}
+        beside: dict[str, Request] = {}
+        refused = 0
+        while it.has_work:
+            if rng is not None and len(beside) < 60:
+                asked = intruder(it, rng, f"beside {len(beside)}")
+                refused += asked is None
+                beside |= {asked.id: asked} if asked is not None else {}
+            for event in it.step():
+                found.setdefault(event.request_id, []).extend(event.tokens)
+                assert event.finish_reason in (None, "length", "stop"), event
+        for name, asked in beside.items():
+            assert len(found[name]) <= asked.max_tokens and all(0 <= token < VOCAB for token in found.pop(name))
+        return found, refused, len(beside)
+
+    alone: dict[str, list[int]] = {}
+    for i in range(3):
+        it = Engine(loaded.target, config, make, lambda: Detokenizer(loaded.tokenizer), fixed)
+        it.add(steady(i))
+        alone |= answered(it, None)[0]
+    it = Engine(loaded.target, config, make, lambda: Detokenizer(loaded.tokenizer), fixed)
+    for i in range(3):
+        it.add(steady(i))
+    found, refused, taken = answered(it, random.Random(f"{speculation} {fixed}"))
+    assert found == alone and refused > 10 and taken > 10
+    assert it.scheduler.pages.free == it.scheduler.pages.count

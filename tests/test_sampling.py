@@ -329,6 +329,44 @@ def test_requests_that_cannot_be_sampled_are_refused(bad: Request, name: str) ->
         state_of(bad)
 
 
+EXTREMES: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1e-46, 1e-6, 1e-5, 1e-4, 1.0, 100.0),
+    "top_k": (0, 1, 2, V, 2**31 - 1),
+    "top_p": (5e-324, 1e-46, 1e-8, 1 - 1e-16, 1.0),
+    "min_p": (0, 5e-324, 1e-46, 1 - 1e-16, 1.0),
+    "repetition_penalty": (0.01, 1.0, 100.0),
+    "presence_penalty": (-2.0, 0.0, 2.0),
+    "frequency_penalty": (-2.0, 0.0, 2.0),
+    "logit_bias": (None, {3: 100.0}, {3: -99.0}, {t: -100.0 for t in range(V - 1)}, {t: -100.0 for t in range(1, V)}),
+}
+
+
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e4, 1e30])
+def test_what_is_chosen_is_a_possible_token_at_every_extreme_that_is_accepted(scale: float, host: bool) -> None:
+    """Two extremes of the settings at a time, the others off: never an id outside the vocabulary, never a banned one."""
+    rng = np.random.default_rng(0)
+    pairs = [(a, b) for i, a in enumerate(EXTREMES) for b in list(EXTREMES)[i + 1 :]]
+    requests = [
+        request(seed=i, **{"temperature": 0.9, a: x, b: y})
+        for i, (a, b, x, y) in enumerate((a, b, x, y) for a, b in pairs for x in EXTREMES[a] for y in EXTREMES[b])
+    ]
+    state = state_of(*requests)
+    state.host = host
+    slot = torch.arange(len(requests))
+    logits = torch.from_numpy(scale * rng.standard_normal((len(requests), V))).float()
+    position = torch.full((len(requests),), len(PROMPT) + len(OUTPUT))
+    out, features = shaped(state, logits, slot, position)
+    assert not out.isnan().any() and not (out == math.inf).any()
+    chosen = state.choose(out, slot, position, features)
+    assert ((chosen >= 0) & (chosen < V)).all()
+    assert (out.gather(1, chosen[:, None]) > -math.inf).all()
+    probs = state.probs(out, slot, features)
+    assert torch.allclose(probs.sum(-1), torch.ones(len(requests))) and (probs.gather(1, chosen[:, None]) > 0).all()
+    greedy = torch.tensor([r.params.greedy for r in requests])
+    assert (chosen[greedy] == out[greedy].argmax(-1)).all() and greedy.sum() > 50
+
+
 # --- speculation changes nothing ------------------------------------------------------------------------------------------
 
 
