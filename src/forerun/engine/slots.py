@@ -74,6 +74,6 @@ class Slots:
         self.tokens[slot[:, None], at] = drafts
 
     def commit(self, slot: Tensor, tokens: Tensor, count: Tensor) -> None:
-        """Append tokens [B,K+1], of each row the first count [B]; what lies past them is stale."""
-        self.write_drafts(slot, tokens)
+        """Append tokens [B,K+1], of each row the first count [B]; what lies past them is stale, but an id (BROKEN is none)."""
+        self.write_drafts(slot, tokens.clamp(min=0))
         self.length[slot] += count

@@ -231,7 +231,7 @@ def commit_kernel(
     n += count
     goes_on = live & (first == LANES) & (n < most)
     tl.debug_barrier()  # every warp has read the row's state before one of them writes it
-    tl.store(tokens + slot * L + n - count + i, chosen, mask=live & (i <= W) & (n - count + i < L))
+    tl.store(tokens + slot * L + n - count + i, tl.maximum(chosen, 0), mask=live & (i <= W) & (n - count + i < L))
     tl.store(length + slot, n, mask=live)
     tl.store(alive + slot, goes_on, mask=live)
     tl.store(counts + row * 5, count)
