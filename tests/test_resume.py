@@ -443,28 +443,33 @@ def test_another_machine_and_other_prompts_are_refused(model: str, tmp_path: Pat
     assert refused_.exit_code == 2 and "processor: Other CPU in the record" in refused_.output
 
 
-def test_an_exception_in_the_engine_is_a_failed_request_and_the_engine_is_made_anew(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["Engine.step", "Owner.advance"])
+def test_an_exception_in_the_engine_is_a_failed_request(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
+    """One that the engine's owner does not catch, too; then the engine is made anew."""
     from forerun.engine.engine import Engine
+    from forerun.engine.owner import Owner
 
-    step, calls = Engine.step, 0
+    kind, name = (Engine, "step") if where == "Engine.step" else (Owner, "advance")
+    step, calls = getattr(kind, name), 0
 
-    def sometimes(self: Engine) -> Any:
+    def sometimes(self: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls in (30, 31, 60):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return step(self)
 
-    monkeypatch.setattr(Engine, "step", sometimes)
+    monkeypatch.setattr(kind, name, sometimes)
     path = tmp_path / "r.json"
     shown = bench("-m", model, "--tasks", "copy", "-a", "ngram", "-r", "6", "-n", "8", "-o", str(path))
     made = record.load(path)
     failed = [a for b in made.batches for a in b.answers if a.failed]
     assert shown.exit_code == 0 and made.finished and 2 <= len(failed) <= 3 and len(made.batches) == 14
     assert all("illegal memory access" in str(a.failure) for a in failed)
-    assert any("was started again" in w for w in words.warnings(made)) and "illegal memory access" in shown.stdout
+    assert any("was started again" in w for w in words.warnings(made)) == (kind is Owner)
+    assert "illegal memory access" in shown.stdout
 
 
 def test_an_engine_that_answers_nothing_is_an_exit_code_of_its_own(
@@ -476,8 +481,8 @@ def test_an_engine_that_answers_nothing_is_an_exit_code_of_its_own(
         raise RuntimeError("no")
 
     monkeypatch.setattr(Engine, "step", never)
-    shown = bench("-m", model, *ASKED, "-o", str(tmp_path / "r.json"))
-    assert shown.exit_code == cli.UNANSWERED and "the engine raised RuntimeError: no" in shown.stdout
+    shown = bench("-m", model, *ASKED, "-r", "4", "-o", str(tmp_path / "r.json"))
+    assert shown.exit_code == cli.UNANSWERED and "RuntimeError: no" in shown.stdout and "Traceback" not in shown.stdout
     assert record.load(tmp_path / "r.json").given_up
 
 

@@ -964,7 +964,8 @@ class Notices(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record)
+        debug = logging.getLogger("forerun").isEnabledFor(logging.DEBUG)
+        line = self.format(record) if debug else record.getMessage()  # a traceback only where it is asked for
         if line not in self._shown:
             self._shown.add(line)
             print(line, file=sys.stderr)

@@ -16,6 +16,7 @@ from forerun.bench.record import Counts, Facts, ServerCounters
 from forerun.types import Event, SamplingParams, SettingError
 
 if TYPE_CHECKING:
+    from forerun.engine.owner import Stream
     from forerun.engine.scheduler import Sequence
     from forerun.llm import LLM
 
@@ -26,13 +27,14 @@ class InProcess:
     """Steps the engine for as long as it has work. A step keeps the loop from running, so a request that falls due meanwhile
     waits for the next one; its latency counts from when it was due.
 
-    broken: the exception that a step raised, after which nothing is known of the engine's state; every request then fails.
+    broken: the exception that its owner raised, after which nothing is known of the engine's state and every request fails.
+    What the engine itself catches ends single requests and is none of these.
     """
 
     def __init__(self, llm: LLM, clock: Callable[[], float] = time.perf_counter) -> None:
         self.llm, self._clock = llm, clock
         self.broken: str | None = None
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[Stream, _Waiting] = {}
         self._driver: asyncio.Task[None] | None = None
 
     async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
@@ -51,22 +53,21 @@ class InProcess:
                 str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}"
             ) from error
         try:
-            live = llm.engine.add(request)
+            stream = llm.owner.submit([request])
         except SettingError as error:
             raise RequestFailed(str(error)) from None
         except Exception as error:
             self.broken = f"the engine raised {type(error).__name__}: {error}"
             raise RequestFailed(self.broken) from error
-        start = self._clock()
-        waiting = self._waiting[request.id] = _Waiting()
+        start, live = self._clock(), stream.live[request.id]
+        waiting = self._waiting[stream] = _Waiting()
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         try:
             await waiting.ended.wait()
         finally:
-            del self._waiting[request.id]
-            if self.broken is None:
-                llm.engine.abort(request.id)
+            del self._waiting[stream]
+            stream.close()
         produced, prompt_tokens = 0, len(request.prompt_ids)
         for at, event in waiting.events:
             produced += len(event.tokens)
@@ -85,17 +86,17 @@ class InProcess:
         raise RequestFailed(waiting.failure or "the engine did not end it")
 
     async def _drive(self) -> None:
-        engine = self.llm.engine
+        llm = self.llm
         try:
-            while engine.has_work:
-                events = engine.step()
+            while llm.engine.has_work:
+                llm.owner.advance()
                 now = self._clock()
-                for event in events:
-                    if (waiting := self._waiting.get(event.request_id)) is not None:
-                        waiting.add(now, event)
+                for stream, waiting in self._waiting.items():
+                    for arrival in stream.take():
+                        waiting.add(now, arrival.event)
                 await asyncio.sleep(0)
         except Exception as error:
-            LOG.debug("a step of the engine failed", exc_info=True)
+            LOG.debug("the engine failed", exc_info=True)
             self.broken = f"the engine raised {type(error).__name__}: {error}"
         for waiting in self._waiting.values():
             waiting.fail(self.broken or "the engine has no work left and did not end it")
@@ -130,8 +131,8 @@ class _Waiting:
 
 
 def _failure(event: Event) -> str:
-    """Why a request ended that ended neither by a stop nor at its length. An engine that can say more does so in `error`."""
-    return str(getattr(event, "error", None) or f"the engine ended it with the reason {event.finish_reason!r}")
+    """Why a request ended that ended neither by a stop nor at its length."""
+    return event.error or f"the engine ended it with the reason {event.finish_reason!r}"
 
 
 def _params(ask: Ask) -> SamplingParams:
