@@ -72,6 +72,7 @@ def test_speculation_in_each_engine_s_own_words() -> None:
     assert command("tensorrt-llm", NGRAM)[-2:] == ["--config", "FILE"]
     plain = command("vllm", None, ("--enforce-eager",))
     assert plain[-1] == "--enforce-eager" and "--speculative-config" not in plain
+    assert "--gpu-memory-utilization 0.9" in " ".join(plain)
 
 
 def test_the_configuration_file_of_tensorrt_llm() -> None:
@@ -81,7 +82,8 @@ def test_the_configuration_file_of_tensorrt_llm() -> None:
         arm = ServedArm("arm", settings)
         return launching.file_of(template, arm, launching.places(arm, "MODEL", 1, 2, 3, "FILE"))
 
-    always = {"enable_iter_perf_stats": True, "return_perf_metrics": True}
+    memory = {"kv_cache_config": {"free_gpu_memory_fraction": 0.9}}
+    always = {"enable_iter_perf_stats": True, "return_perf_metrics": True, **memory}
     assert file(None) == always
     assert file(NGRAM) == always | {
         "disable_overlap_scheduler": True,
@@ -203,8 +205,10 @@ def test_children_that_ignore_the_request_to_end_are_ended_too(tmp_path: Path) -
 
 def test_a_server_that_does_not_come_up_says_why() -> None:
     server = Server(launch(), ServedArm("arm", None, ("--die",)))
-    with pytest.raises(SettingError, match=r"code 3[\s\S]*the drafter does not fit"):
+    with pytest.raises(SettingError, match=r"code 3 before it was ready: ValueError: the drafter does not fit") as found:
         asyncio.run(server.start())
+    whole = Path(str(found.value).rpartition("The whole log: ")[2])
+    assert "engine is starting" in whole.read_text(), "the log is there when this program has ended"
     slow = Server(launch(MOCK.replace("ready_seconds = 20", "ready_seconds = 0.3")), ServedArm("arm", None, ("--start", "30")))
     with pytest.raises(SettingError, match=r"not ready after 0.3 s"):
         asyncio.run(slow.start())
@@ -213,23 +217,55 @@ def test_a_server_that_does_not_come_up_says_why() -> None:
         asyncio.run(Server(Launch(launching.parse(MOCK), "M", program="/nowhere/vllm"), BASELINE).start())
 
 
-def test_the_first_error_of_a_long_log_is_shown(tmp_path: Path) -> None:
-    said = ["print('(EngineCore) ValueError: 3.4 GiB of memory are not there')", "[print('then', i) for i in range(99)]"]
-    (tmp_path / "speaks.py").write_text("\n".join([*said, "print('RuntimeError: see above'); raise SystemExit(1)"]))
+def test_the_reason_in_the_middle_of_a_long_log_is_shown(tmp_path: Path) -> None:
+    said = ["print('WARNING RuntimeError: slow')", "print('(EngineCore pid=3) ValueError: 3.4 GiB of memory are not there')"]
+    said.append("[print('then', i) for i in range(99)]")
+    (tmp_path / "speaks.py").write_text("\n".join([*said, "print('RuntimeError: see above', flush=True); raise SystemExit(1)"]))
     text = f'engine = "vllm"\ncommand = ["python", "{tmp_path}/speaks.py"]\nserved = "t"\nready = "/"\n'
     server = Server(launch(text), BASELINE)
-    with pytest.raises(SettingError, match=r"memory are not there[\s\S]*then 98\n  RuntimeError: see above$") as found:
+    with pytest.raises(SettingError, match=r"ready: ValueError: 3.4 GiB of memory are not there\nThe end") as found:
         asyncio.run(server.start())
-    assert "then 50" not in str(found.value)
+    assert "then 98\n  RuntimeError: see above\nThe whole log: " in str(found.value)
+    assert "then 50" not in str(found.value) and "slow" not in str(found.value)
 
 
-def test_secrets_are_not_written_down() -> None:
-    given = ["vllm", "--api-key", "abc", "--api-key=abc", "--hf-token", "abc", "--max-num-batched-tokens", "5", "--seed=1"]
-    kept = servers._without_secrets(given)
+def test_the_users_folder_is_not_written_down() -> None:
     home = os.path.expanduser("~")
-    assert servers._without_secrets([f"{home}/x", "/opt/x"]) == ["~/x", "/opt/x"]
-    assert servers._without_secrets([servers.__file__]) == ["forerun/bench/servers.py"]
-    assert "abc" not in " ".join(kept) and kept[-3:] == ["--max-num-batched-tokens", "5", "--seed=1"]
+    assert [servers._from_home(word) for word in (f"{home}/x", "/opt/x")] == ["~/x", "/opt/x"]
+    assert servers._from_home(servers.__file__) == "forerun/bench/servers.py"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_servers_that_are_up_at_once_share_the_memory(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in use already: together they never ask for more than is free."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for available in (1, 5, 9, 16):
+        monkeypatch.setattr(servers, "available_memory", lambda available=available: available << 30)
+        monkeypatch.setattr(servers, "total_memory", lambda: 16 << 30)
+        share = servers.memory_share(count)
+        assert 0 < share <= 0.9 and (count * share <= 0.9 * available / 16 + 1e-9 or share == 0.01)
+        assert share >= 0.9 * available / 16 / count - 0.01
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: ((80 - 40 * i) << 30, 80 << 30))
+    assert servers.memory_share(count) == pytest.approx(0.45 / count, abs=0.01)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(servers, "available_memory", lambda: None)
+    assert servers.memory_share(1) == 0.9, "where nothing is known of the memory"
+
+
+@pytest.mark.parametrize("alive, share", [("together", 0.45), ("in-turns", 0.9)])
+def test_the_share_is_on_the_command_line(alive: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.bench import command as commands
+    from forerun.bench.options import Options
+
+    monkeypatch.setattr(commands, "memory_share", lambda count: 0.9 / count)
+    options = Options(engine="vllm", model="some/model", tasks=("explain",), alive=alive)
+    for side in commands.subject_of(options, commands.plan_of(options)).sides:
+        words = side._server.command()  # type: ignore[attr-defined]
+        assert words[words.index("--gpu-memory-utilization") + 1] == str(share)
 
 
 def test_settings_of_the_engine_here_are_keys_that_templates_use() -> None:

@@ -27,7 +27,7 @@ from forerun.bench.plan import Plan, fingerprint
 from forerun.bench.record import Load, Record
 from forerun.bench.redaction import hide, hide_command, remember, secrets_of
 from forerun.bench.run import Watcher
-from forerun.bench.servers import Launch, Server, available_memory
+from forerun.bench.servers import Launch, Server, available_memory, memory_share
 from forerun.bench.sides import Embedded, Launched, Running, Side
 from forerun.bench.subject import Origin, Subject, random_ids
 from forerun.bench.workloads import Prompt, Task
@@ -213,15 +213,24 @@ def _launched(options: Options, plan: Plan) -> Subject:
     remember(*secrets_of((*template.command, *given)))
     model, tokenizer = _model_for(options, template.model_kind)
     texts = options.arms or SERVED_ARMS
-    launch = Launch(template, model, options.program, options.context, slots_of(options, plan), given, options.logs)
     candidates = served_arms(texts)
+    together = _together(options.alive, 1 + len(candidates), model)
+    launch = Launch(
+        template,
+        model,
+        options.program,
+        options.context,
+        slots_of(options, plan),
+        given,
+        options.logs,
+        memory_share(1 + len(candidates) if together else 1),
+    )
     served = [Server(launch, arm) for arm in (ServedArm(BASELINE, None), *candidates)]
     for server in served:
         server.command()  # so that a setting which cannot be used is found before anything is started
     sides: list[Side] = [Launched(server, body, options.timeouts) for server in served]
     if plan.control:
         sides.append(sides[0])
-    together = _together(options.alive, len(served), model)
     name = options.model or hub.DEFAULT
     ids = _ids(tokenizer, plan, template.engine)
     settled = {"model": name, "arms": texts}

@@ -107,7 +107,9 @@ def parse(text: str) -> Template:
     )
 
 
-def places(arm: ServedArm, model: str, port: int, context: int, slots: int, file: str) -> dict[str, Any]:
+def places(
+    arm: ServedArm, model: str, port: int, context: int, slots: int, file: str, memory_share: float = 0.9
+) -> dict[str, Any]:
     """What the words in braces stand for."""
     settings = dict(arm.settings or {})
     k = settings.get("num_speculative_tokens")
@@ -119,6 +121,7 @@ def places(arm: ServedArm, model: str, port: int, context: int, slots: int, file
         "slots": slots,
         "context_of_all": context * slots,
         "file": file,
+        "memory_share": memory_share,
         "llamacpp_server": str(importlib.resources.files("forerun.bench").joinpath("llamacpp_server.py")),
         "speculative_json": json.dumps(dict(arm.settings or {})),
     }

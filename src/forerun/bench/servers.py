@@ -8,8 +8,8 @@ import asyncio
 import atexit
 import contextlib
 import json
+import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -23,18 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.bench.launching import ServedArm, Template, command_of, file_of, places, read_log
+from forerun.bench.logs import ended, reason
 from forerun.bench.record import Facts
+from forerun.bench.redaction import hide
 from forerun.types import SettingError
 
-TAIL = 25  # lines of the log that are shown when a server does not come up
-ERROR = re.compile(r"\b\w*(Error|Exception): \S")
-SECRET = ("key", "token", "secret", "password")
+TAIL = 12  # lines of the log that are shown when a server does not come up
+SHARE = 0.9  # of the memory that is free, for all servers that are up at once
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What every arm of a run is launched with. program: in place of the template's own. context: tokens of a sequence. slots:
-    requests at once. logs: a folder to leave the logs in; None: they are deleted."""
+    requests at once. logs: a folder to leave the logs in; None: they are deleted. memory_share: of the device's memory, for one
+    server."""
 
     template: Template
     model: str
@@ -43,6 +45,7 @@ class Launch:
     slots: int = 1
     extra: tuple[str, ...] = ()
     logs: Path | None = None
+    memory_share: float = SHARE
 
 
 class Server:
@@ -70,15 +73,17 @@ class Server:
         """The command line as it will be run. Raises SettingError if it cannot be made."""
         template, launch = self.launch.template, self.launch
         file = Path(self._folder.name) / "config.yaml"
-        values = places(self.arm, launch.model, self.port, launch.context, launch.slots, str(file))
+        values = places(
+            self.arm, launch.model, self.port, launch.context, launch.slots, str(file), launch.memory_share
+        )
         content = file_of(template, self.arm, values)
         if content is not None:
             file.write_text(json.dumps(content, indent=1), encoding="utf-8")
         return [*command_of(template, self.arm, values, launch.program), *launch.extra]
 
     async def start(self) -> None:
-        """Until it answers. Cancelled, it ends the process. Raises SettingError, with the end of the log, if the server ends or
-        takes too long."""
+        """Until it answers. Cancelled, it ends the process. Raises SettingError, with the reason that its log gives, if the
+        server ends or takes too long."""
         if self.running:
             return
         begin = time.perf_counter()
@@ -96,7 +101,7 @@ class Server:
                 self.launch.template.engine,
                 said.version,
                 None,
-                tuple(_without_secrets(command)),
+                tuple(_from_home(word) for word in hide(command)),
                 said.kv_tokens,
                 time.perf_counter() - begin,
                 memory_of_session(self._process.pid),
@@ -129,11 +134,10 @@ class Server:
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
-            said = f"its server ended with code {code} before it was ready.{self._tail()}"
-            raise SettingError("engine", self.arm.name, said)
+            raise SettingError("engine", self.arm.name, f"its server {ended(code)} before it was ready{self._why()}")
         if time.perf_counter() - begin > template.ready_seconds:
-            said = f"its server was not ready after {template.ready_seconds:g} s; set ready_seconds in a --template."
-            raise SettingError("engine", self.arm.name, said + self._tail())
+            late = f"its server was not ready after {template.ready_seconds:g} s; set ready_seconds in a --template"
+            raise SettingError("engine", self.arm.name, late + self._why())
         return _answers(self.url + template.ready)
 
     def stop(self) -> None:
@@ -148,20 +152,33 @@ class Server:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         _until_gone(process, self.grace_s)
+        self._clean_log()
+
+    def _clean_log(self) -> None:
+        """A log that is left to the user holds no secret that the command line gave away."""
+        if self.launch.logs is not None:
+            with contextlib.suppress(OSError):
+                said = self.log()
+                if (hidden := hide(said)) != said:
+                    self._log.write_text(hidden, encoding="utf-8")
 
     def log(self) -> str:
         """All it has said so far."""
         return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
-    def _tail(self) -> str:
-        """The end of the log, and the first error in it if that is further up: of several processes the one that failed first
-        is seldom the one that speaks last."""
-        lines = self.log().splitlines()
-        if not lines:
-            return " It logged nothing."
-        first = next((line for line in lines[:-TAIL] if ERROR.search(line)), None)
-        cause = f"\nThe first error in its log:\n  {first.strip()}" if first else ""
-        return cause + "\nThe end of its log:\n" + "\n".join(f"  {line}" for line in lines[-TAIL:])
+    def _why(self) -> str:
+        """The reason that the log gives, its end, and where the whole of it is, which outlives this program."""
+        said = self.log()
+        if not said.strip():
+            return ". It logged nothing."
+        path = self._log
+        if self.launch.logs is None:
+            path = Path(tempfile.mkdtemp(prefix="forerun-log-")) / self._log.name
+        path.write_text(hide(said), encoding="utf-8")
+        found = reason(said)
+        why = f": {found}" if found else "; its log names no reason."
+        tail = "\n".join(f"  {line}" for line in said.splitlines()[-TAIL:])
+        return f"{why}\nThe end of its log:\n{tail}\nThe whole log: {path}"
 
 
 def _until_gone(process: subprocess.Popen[bytes], seconds: float) -> None:
@@ -193,29 +210,12 @@ def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
 
 
-def _without_secrets(command: list[str]) -> list[str]:
-    """The value of --api-key and the like is not written down, nor is the user's folder."""
-    hidden = []
-    for before, word in zip(["", *command], command, strict=False):
-        flag, equals, _ = word.partition("=")
-        if equals and _secret(flag):
-            hidden.append(f"{flag}=***")
-        else:
-            hidden.append("***" if _secret(before) and "=" not in before else _from_home(word))
-    return hidden
-
-
 def _from_home(word: str) -> str:
     """A path below the user's folder without naming the user, one of this package as forerun/..."""
     home, source = str(Path.home()) + os.sep, str(Path(__file__).parents[2]) + os.sep
     if word.startswith(source):
         return word.removeprefix(source)
     return "~/" + word.removeprefix(home) if word.startswith(home) else word
-
-
-def _secret(flag: str) -> bool:
-    words = flag.lower().strip("-").replace("_", "-").split("-")
-    return flag.startswith("-") and words[-1] in SECRET
 
 
 def session_of(leader: int) -> list[int]:
@@ -247,6 +247,26 @@ def available_memory() -> int | None:
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    return None
+
+
+def memory_share(servers: int) -> float:
+    """The share of a device's memory that each of so many servers may take, so that all of them fit beside what is in use
+    already. The device is the GPU that has least free, or the machine's own memory where there is no GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        free = min(free / total for free, total in map(torch.cuda.mem_get_info, range(torch.cuda.device_count())))
+    else:
+        available, whole = available_memory(), total_memory()
+        free = available / whole if available and whole else 1.0
+    return max(math.floor(100 * SHARE * free / servers) / 100, 0.01)
+
+
+def total_memory() -> int | None:
+    """Bytes of the machine's memory; None where it cannot be read."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
 
 
