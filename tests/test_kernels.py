@@ -1,9 +1,11 @@
-"""The C kernels against their plain torch twin, over odd shapes; that no result depends on the other tokens of a batch,
-bit for bit; and what happens without a compiler."""
+"""The C kernels, for each instruction set that this processor has, against their plain torch twin, over odd shapes; that no
+result depends on the other tokens of a batch, bit for bit; and what happens without a compiler."""
 
 from __future__ import annotations
 
+import logging
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +16,20 @@ import torch
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels, cpu, reference
+from forerun.models.decoder import Target
+from forerun.types import SettingError
+from tests.tiny import tiny_model
 
 EPS = 1e-5
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(scope="module")
-def bf16() -> cpu.CpuKernels:
-    return cpu.CpuKernels(cpu.library(), BF16)
+EACH = pytest.mark.parametrize("isa", cpu.isas())
+DTYPES = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bfloat16", "float32"])
+
+
+def compiled(isa: str, dtype: torch.dtype) -> cpu.CpuKernels:
+    return cpu.CpuKernels(cpu.library(isa), dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +37,8 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def weight(*shape: int) -> Tensor:
-    return (torch.randn(*shape) * shape[-1] ** -0.5).to(BF16)
+def weight(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return (torch.randn(*shape) * shape[-1] ** -0.5).to(dtype)
 
 
 def near(got: Tensor, want: Tensor, tolerance: float) -> None:
@@ -48,56 +56,63 @@ def exact(x: Tensor, norm: Tensor | None, w: Tensor) -> Tensor:
 SHAPES = [(576, 960), (64, 32), (48, 70), (100, 17), (33, 3), (1536, 576)]  # width, outputs: also not multiples of 32 and 16
 
 
+@EACH
+@DTYPES
 @pytest.mark.parametrize(("k", "outs"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 3, 7, 13, 64, 65, 130])
-def test_linear_layers_agree_with_float64(bf16: cpu.CpuKernels, k: int, outs: int, rows: int) -> None:
-    x, norm, w, bias, residual = weight(rows, k) * 8, weight(k), weight(outs, k), weight(outs), weight(rows, outs)
-    twice = 0.004 if rows <= bf16.most else 0.01  # torch's product is rounded before the residual is added
-    near(bf16.norm_linear(x, norm, EPS, w, None), exact(x, norm, w), 0.004)
-    near(bf16.norm_linear(x, norm, EPS, w, bias), exact(x, norm, w) + bias.double(), 0.004)
-    near(bf16.linear_add(x, w, None, residual), exact(x, None, w) + residual.double(), twice)
-    near(bf16.linear_add(x, w, bias, residual), exact(x, None, w) + bias.double() + residual.double(), twice)
-    logits = bf16.norm_logits(x, norm, EPS, w)
+@pytest.mark.parametrize("rows", [1, 3, 7, 13, 65])
+def test_linear_layers_agree_with_float64(isa: str, dtype: torch.dtype, k: int, outs: int, rows: int) -> None:
+    it = compiled(isa, dtype)
+    x, norm, w = weight(rows, k, dtype=dtype) * 8, weight(k, dtype=dtype), weight(outs, k, dtype=dtype)
+    bias, residual = weight(outs, dtype=dtype), weight(rows, outs, dtype=dtype)
+    once = 0.004 if dtype == BF16 else 1e-6
+    near(it.norm_linear(x, norm, EPS, w, None), exact(x, norm, w), once)
+    near(it.norm_linear(x, norm, EPS, w, bias), exact(x, norm, w) + bias.double(), once)
+    near(it.linear_add(x, w, None, residual), exact(x, None, w) + residual.double(), once)
+    near(it.linear_add(x, w, bias, residual), exact(x, None, w) + bias.double() + residual.double(), once)
+    logits = it.norm_logits(x, norm, EPS, w)
     assert logits.dtype == F32
-    near(logits, exact(x, norm, w), 1e-5 if rows <= bf16.most else 0.004)
-    both = weight(2 * outs, k)
+    near(logits, exact(x, norm, w), 1e-5 if dtype == BF16 else 1e-6)
+    both = weight(2 * outs, k, dtype=dtype)
     gate, up = exact(x, norm, both).chunk(2, -1)
-    near(bf16.norm_gate_up(x, norm, EPS, both), torch.nn.functional.silu(gate) * up, 0.01)
+    near(it.norm_gate_up(x, norm, EPS, both), torch.nn.functional.silu(gate) * up, 0.01 if dtype == BF16 else 2e-6)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
+@EACH
+@DTYPES
 @pytest.mark.parametrize("k", [576, 64, 33])
-def test_rms_norm_rounds_as_the_reference(dtype: torch.dtype, k: int) -> None:
+def test_rms_norm_rounds_as_the_reference(isa: str, dtype: torch.dtype, k: int) -> None:
     x, norm = torch.randn(300, k).to(dtype), torch.rand(k).to(dtype)
-    got, want = cpu.kernels(dtype).rms_norm(x, norm, EPS), reference.rms_norm(x, norm, EPS)
+    got, want = compiled(isa, dtype).rms_norm(x, norm, EPS), reference.rms_norm(x, norm, EPS)
     near(got, want, 0.004 if dtype == BF16 else 1e-6)
     assert dtype == F32 or (got != want).float().mean() < 0.01  # a sum in another order may turn a rare rounding
 
 
-def test_float32_layers_agree_with_the_reference() -> None:
-    k = cpu.kernels(F32)
-    x, norm, w, residual = torch.randn(5, 40), torch.rand(40), torch.randn(48, 40), torch.randn(5, 48)
-    torch.testing.assert_close(k.norm_linear(x, norm, EPS, w, w[:, 0]), reference.norm_linear(x, norm, EPS, w, w[:, 0]))
-    torch.testing.assert_close(k.linear_add(x, w, None, residual), reference.linear_add(x, w, None, residual))
-    torch.testing.assert_close(k.norm_gate_up(x, norm, EPS, w), reference.norm_gate_up(x, norm, EPS, w))
-    torch.testing.assert_close(k.norm_logits(x, norm, EPS, w), reference.norm_logits(x, norm, EPS, w))
-
-
-@pytest.mark.parametrize("rows", [2, 3, 5, 6, 7, 9, 13, 31, 48, 64])
-@pytest.mark.parametrize(("k", "outs"), [(576, 960), (100, 17)])
-def test_a_row_is_rounded_alike_in_every_batch(bf16: cpu.CpuKernels, rows: int, k: int, outs: int) -> None:
-    x, norm, w, residual = weight(rows, k) * 8, weight(k), weight(2 * outs, k), weight(rows, 2 * outs)
+@EACH
+@DTYPES
+@pytest.mark.parametrize(("k", "outs"), [(100, 17), (64, 40)])
+def test_a_token_is_rounded_alike_in_every_batch(isa: str, dtype: torch.dtype, k: int, outs: int) -> None:
+    """All operations that know no rows, on 1 to 600 tokens: alone, and between any neighbours."""
+    it, most = compiled(isa, dtype), 600
+    x, norm, w = weight(most, k, dtype=dtype) * 8, weight(k, dtype=dtype), weight(2 * outs, k, dtype=dtype)
+    bias, residual = weight(2 * outs, dtype=dtype), weight(most, 2 * outs, dtype=dtype)
 
     def all_of(at: slice) -> tuple[Tensor, ...]:
+        mine = x[at]
         return (
-            bf16.norm_linear(x[at], norm, EPS, w, None), bf16.linear_add(x[at], w, None, residual[at]),
-            bf16.norm_gate_up(x[at], norm, EPS, w), bf16.norm_logits(x[at], norm, EPS, w), bf16.rms_norm(x[at], norm, EPS),
-        )
+            it.norm_linear(mine, norm, EPS, w, None), it.norm_linear(mine, norm, EPS, w, bias),
+            it.linear_add(mine, w, None, residual[at]), it.linear_add(mine, w, bias, residual[at]),
+            it.norm_gate_up(mine, norm, EPS, w), it.norm_logits(mine, norm, EPS, w), it.rms_norm(mine, norm, EPS),
+        )  # fmt: skip
 
     together = all_of(slice(None))
-    for row in range(rows):
-        for whole, alone in zip(together, all_of(slice(row, row + 1)), strict=True):
-            assert torch.equal(whole[row : row + 1], alone)
+    generator = random.Random(0)
+    batches = [slice(i, i + 1) for i in range(0, most, 37)]
+    batches += [
+        slice(begin := generator.randrange(0, most - size), begin + size) for size in [*range(2, 81), 127, 128, 129, 500]
+    ]
+    for at in batches:
+        for whole, part in zip(together, all_of(at), strict=True):
+            assert torch.equal(whole[at], part), f"{at.stop - at.start} tokens"
 
 
 class Sequences:
@@ -154,61 +169,70 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
+@EACH
+@DTYPES
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("shape", "block"), ATTENTION)
-def test_attention_agrees_with_the_reference(shape: AttentionShape, block: int, norms: bool, dtype: torch.dtype) -> None:
+def test_attention_agrees_with_the_reference(
+    isa: str, shape: AttentionShape, block: int, norms: bool, dtype: torch.dtype
+) -> None:
     sequences = Sequences(RAGGED, shape, block, dtype)
-    got, keys, values = sequences.run(cpu.kernels(dtype), norms)
+    got, keys, values = sequences.run(compiled(isa, dtype), norms)
     want, want_keys, want_values = sequences.run(reference, norms, finite=True)
     near(got, want, 0.012 if dtype == BF16 else 1e-5)
     near(keys.nan_to_num(), want_keys, 0.008 if dtype == BF16 else 1e-6)
     assert torch.equal(values.nan_to_num(), want_values)
 
 
+@EACH
 @pytest.mark.parametrize(("past", "new"), [(3000, 1), (2000, 5), (0, 700), (900, 200)])
-def test_long_contexts_and_prefill_agree_with_the_reference(past: int, new: int) -> None:
+def test_long_contexts_and_prefill_agree_with_the_reference(isa: str, past: int, new: int) -> None:
     sequences = Sequences([(past, new)], AttentionShape(6, 2, 64), 16, BF16)
-    near(sequences.run(cpu.kernels(BF16), False)[0], sequences.run(reference, False, finite=True)[0], 0.012)
+    near(sequences.run(compiled(isa, BF16), False)[0], sequences.run(reference, False, finite=True)[0], 0.012)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
+@EACH
+@DTYPES
 @pytest.mark.parametrize(("shape", "block"), ATTENTION)
-@pytest.mark.parametrize("rows", [RAGGED, [(300, 9)], [(1000, 49)], [(120, 9), (125, 9)]])
+@pytest.mark.parametrize("rows", [RAGGED, [(300, 9)], [(0, 600)], [(120, 9), (125, 9)]])
 def test_a_token_attends_alike_in_every_batch(
-    rows: list[tuple[int, int]], shape: AttentionShape, block: int, dtype: torch.dtype
+    isa: str, rows: list[tuple[int, int]], shape: AttentionShape, block: int, dtype: torch.dtype
 ) -> None:
-    sequences, kernels = Sequences(rows, shape, block, dtype), cpu.kernels(dtype)
+    sequences, kernels = Sequences(rows, shape, block, dtype), compiled(isa, dtype)
     together, keys, values = sequences.run(kernels, True)
     sequences.keys, sequences.values = keys, values  # what earlier tokens of the row wrote, as in token-by-token decoding
     total = len(sequences.positions)
-    for token in {*range(0, total, 7), total - 1, total - 2}:
+    for token in {*range(0, total, max(7, total // 20)), total - 1, total - 2}:
         assert torch.equal(sequences.run(kernels, True, [token])[0], together[token : token + 1])
 
 
+@EACH
+@DTYPES
 @pytest.mark.parametrize("rows", [[(700, 9)], [(2000, 1), (20, 1)], [(0, 200)]])
 @pytest.mark.parametrize("window", [0, 333])
-def test_threads_do_not_change_a_bit(bf16: cpu.CpuKernels, rows: list[tuple[int, int]], window: int) -> None:
+def test_threads_do_not_change_a_bit(isa: str, rows: list[tuple[int, int]], window: int, dtype: torch.dtype) -> None:
     # with several threads the chunks of few tokens are tasks of their own, put together afterwards
-    sequences = Sequences(rows, AttentionShape(9, 3, 64, window), 16, BF16)
-    x, norm, w = weight(9, 576), weight(576), weight(961, 576)
+    sequences, kernels = Sequences(rows, AttentionShape(9, 3, 64, window), 16, dtype), compiled(isa, dtype)
+    count = sum(n for _, n in rows)
+    x, norm, w = weight(count, 70, dtype=dtype), weight(70, dtype=dtype), weight(61, 70, dtype=dtype)
     before = torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append((sequences.run(bf16, False)[0], bf16.norm_linear(x, norm, EPS, w, None)))
+            results.append((sequences.run(kernels, False)[0], kernels.norm_linear(x, norm, EPS, w, None)))
     finally:
         torch.set_num_threads(before)
     for attention, linear in results[1:]:
         assert torch.equal(attention, results[0][0]) and torch.equal(linear, results[0][1])
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
+@EACH
+@DTYPES
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rows", [[(2000, 1), (20, 1)], RAGGED])
-def test_empty_rows_and_padding_change_no_bit(rows: list[tuple[int, int]], threads: int, dtype: torch.dtype) -> None:
-    sequences, kernels = Sequences(rows, AttentionShape(6, 2, 32), 16, dtype), cpu.kernels(dtype)
+def test_empty_rows_and_padding_change_no_bit(isa: str, rows: list[tuple[int, int]], threads: int, dtype: torch.dtype) -> None:
+    sequences, kernels = Sequences(rows, AttentionShape(6, 2, 32), 16, dtype), compiled(isa, dtype)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -231,51 +255,128 @@ def test_empty_rows_and_padding_change_no_bit(rows: list[tuple[int, int]], threa
         assert torch.equal(mine.isnan(), wanted.isnan())
 
 
+class Stacked:
+    """Some layers of odd shapes, with the pages of `rows`."""
+
+    def __init__(self, rows: list[tuple[int, int]], extras: bool, dtype: torch.dtype) -> None:
+        shape, hidden, inner = AttentionShape(6, 2, 32, 0, 1e-6), 100, 150
+
+        def some(*size: int) -> Tensor:
+            return weight(*size, dtype=dtype)
+
+        self.sequences = Sequences(rows, shape, 16, dtype)
+        self.shapes = [shape._replace(window=w) for w in (0, 40, 0)]
+        self.layers = [
+            SimpleNamespace(
+                attention_norm=some(hidden), qkv=some(320, hidden), qkv_bias=some(320) if extras else None,
+                q_norm=some(32) if extras else None, k_norm=some(32) if extras else None, out=some(hidden, 192),
+                out_bias=some(hidden) if extras else None, mlp_norm=some(hidden), gate_up=some(2 * inner, hidden),
+                down=some(hidden, inner),
+            )
+            for _ in self.shapes
+        ]  # fmt: skip
+        self.x = some(len(self.sequences.positions), hidden)
+
+    def pages(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Fresh ones for each layer."""
+        return [self.sequences.keys.clone() for _ in self.layers], [self.sequences.values.clone() for _ in self.layers]
+
+    def batch(self) -> Batch:
+        s = self.sequences
+        return Batch(s.positions, s.positions, s.row_start, s.table, s.positions[:1])
+
+
+@EACH
+@DTYPES
 @pytest.mark.parametrize("rows", [[(300, 1)], [(300, 9)], [(130, 3), (0, 20), (17, 1)]])
 @pytest.mark.parametrize("extras", [False, True])
 def test_a_stack_of_layers_is_what_the_kernels_do_one_by_one(
-    bf16: cpu.CpuKernels, rows: list[tuple[int, int]], extras: bool
+    isa: str, rows: list[tuple[int, int]], extras: bool, dtype: torch.dtype
 ) -> None:
-    shape, hidden, inner = AttentionShape(6, 2, 32, 0, 1e-6), 100, 150
-    sequences = Sequences(rows, shape, 16, BF16)
-    windows = [0, 40, 0]
-    layers = [
-        SimpleNamespace(
-            attention_norm=weight(hidden), qkv=weight(320, hidden), qkv_bias=weight(320) if extras else None,
-            q_norm=weight(32) if extras else None, k_norm=weight(32) if extras else None, out=weight(hidden, 192),
-            out_bias=weight(hidden) if extras else None, mlp_norm=weight(hidden), gate_up=weight(2 * inner, hidden),
-            down=weight(hidden, inner),
-        )
-        for _ in windows
-    ]
-    shapes = [shape._replace(window=w) for w in windows]
-    pages = [[(sequences.keys.clone(), sequences.values.clone()) for _ in windows] for _ in range(2)]
-    batch = Batch(sequences.positions, sequences.positions, sequences.row_start, sequences.table, sequences.positions[:1])
-    x = y = weight(len(sequences.positions), hidden)
-    for layer, at, (keys, values) in zip(layers, shapes, pages[0], strict=True):
-        qkv = bf16.norm_linear(y, layer.attention_norm, EPS, layer.qkv, layer.qkv_bias)
-        mixed = bf16.attend(qkv, at, sequences.cos, sequences.sin, layer.q_norm, layer.k_norm, keys, values, batch)
-        y = bf16.linear_add(mixed, layer.out, layer.out_bias, y)
-        y = bf16.linear_add(bf16.norm_gate_up(y, layer.mlp_norm, EPS, layer.gate_up), layer.down, None, y)
-    keys, values = zip(*pages[1], strict=True)
-    stack = cpu.Stack(bf16, layers, shapes, EPS, keys, values)
-    assert torch.equal(stack(x, sequences.cos, sequences.sin, batch), y)
-    half = stack(stack(x, sequences.cos, sequences.sin, batch, 0, 2), sequences.cos, sequences.sin, batch, 2)
+    it, kernels = Stacked(rows, extras, dtype), compiled(isa, dtype)
+    sequences, pages, own, y = it.sequences, it.pages(), it.pages(), it.x
+    for layer, at, keys, values in zip(it.layers, it.shapes, *own, strict=True):
+        qkv = kernels.norm_linear(y, layer.attention_norm, EPS, layer.qkv, layer.qkv_bias)
+        mixed = kernels.attend(qkv, at, sequences.cos, sequences.sin, layer.q_norm, layer.k_norm, keys, values, it.batch())
+        y = kernels.linear_add(mixed, layer.out, layer.out_bias, y)
+        y = kernels.linear_add(kernels.norm_gate_up(y, layer.mlp_norm, EPS, layer.gate_up), layer.down, None, y)
+    stack = cpu.Stack(kernels, it.layers, it.shapes, EPS, *pages)
+    assert torch.equal(stack(it.x, sequences.cos, sequences.sin, it.batch()), y)
+    half = stack(stack(it.x, sequences.cos, sequences.sin, it.batch(), 0, 2), sequences.cos, sequences.sin, it.batch(), 2)
     assert torch.equal(half, y) and y.isfinite().all()
-    for (a, b), (c, d) in zip(*pages, strict=True):
-        assert torch.equal(a.nan_to_num(), c.nan_to_num()) and torch.equal(b.nan_to_num(), d.nan_to_num())
+    for mine, wanted in zip((*pages[0], *pages[1]), (*own[0], *own[1]), strict=True):
+        assert torch.equal(mine.nan_to_num(), wanted.nan_to_num())
 
 
-def test_what_the_c_code_cannot_read_is_refused(bf16: cpu.CpuKernels) -> None:
-    x, norm, w = weight(2, 64), weight(64), weight(32, 64)
-    with pytest.raises(TypeError, match="float32"):
-        bf16.norm_linear(x.float(), norm, EPS, w, None)
-    with pytest.raises(ValueError, match="contiguous"):
-        bf16.norm_linear(x, norm, EPS, weight(64, 32).T, None)
+@EACH
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_prompt_is_computed_alike_in_any_chunks(isa: str, threads: int, dtype: torch.dtype) -> None:
+    total, generator, before = 600, random.Random(isa), torch.get_num_threads()
+    it, kernels = Stacked([(0, total)], True, dtype), compiled(isa, dtype)
+    s, results = it.sequences, []
+    try:
+        torch.set_num_threads(threads)
+        for longest in (total, 150, 20):
+            keys, values = it.pages()
+            stack = cpu.Stack(kernels, it.layers, it.shapes, EPS, keys, values)
+            parts, begin = [], 0
+            while begin < total:
+                end = total if longest == total else min(total, begin + generator.randint(1, longest))
+                start = torch.tensor([0, end - begin], dtype=torch.int32)
+                positions = s.positions[begin:end]
+                parts.append(stack(it.x[begin:end], s.cos, s.sin, Batch(positions, positions, start, s.table, None)))
+                begin = end
+            results.append((torch.cat(parts), torch.stack(keys).nan_to_num(), torch.stack(values).nan_to_num()))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@EACH
+@DTYPES
+def test_what_the_c_code_cannot_read_is_refused(isa: str, dtype: torch.dtype) -> None:
+    kernels, other = compiled(isa, dtype), F32 if dtype == BF16 else BF16
+    x, norm, w, bias = (weight(*size, dtype=dtype) for size in ((2, 64), (64,), (32, 64), (32,)))
+    for given in (
+        (x.to(other), norm, w, bias), (x, norm.to(other), w, bias), (x, norm, w.to(other), bias), (x, norm, w, bias.to(other)),
+        (x, norm, weight(64, 32, dtype=dtype).T, bias), (x, norm, w, weight(32, 2, dtype=dtype)[:, 0]),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"must be contiguous {dtype}"):
+            kernels.norm_linear(given[0], given[1], EPS, given[2], given[3])
+    with pytest.raises(TypeError, match="residual must be contiguous"):
+        kernels.linear_add(x, w, None, weight(32, 2, dtype=dtype).T)
 
 
 def test_other_dtypes_take_plain_torch() -> None:
     assert cpu.kernels(torch.float16) is reference
+
+
+@EACH
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+def test_auto_takes_bfloat16_from_avx2_on_and_says_so(
+    isa: str, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(cpu.SETTING, isa)
+    caplog.set_level(logging.INFO, "forerun")
+    target = Target.load(tiny_model(tmp_path, dtype=getattr(torch, stored)))
+    assert target.dtype == (F32 if isa == "portable" else BF16) and cpu.isa_of(target.kernels) == isa
+    (line,) = (record.getMessage() for record in caplog.records)
+    name = "float32" if isa == "portable" else "bfloat16"
+    assert line.startswith(f"CPU: {name} (auto: the checkpoint is {stored}; ") and line.endswith(f"kernels for {isa}")
+
+
+def test_what_is_asked_for_is_taken_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "forerun")
+    folder = tiny_model(tmp_path)
+    assert [Target.load(folder, dtype).dtype for dtype in ("auto", "bfloat16", "float16")] == [F32, BF16, torch.float16]
+    best = cpu.isas()[0]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"CPU: float32 (auto: the checkpoint is float32), kernels for {best}",
+        f"CPU: bfloat16 (as asked for), kernels for {best}",
+        "CPU: float16 (as asked for), plain PyTorch",
+    ]
 
 
 def fresh(code: str, **env: str) -> str:
@@ -305,28 +406,54 @@ def test_only_torchs_openmp_runtime_is_loaded() -> None:
 import torch
 from pathlib import Path
 from forerun.kernels import cpu
-cpu.library()
+cpu.library(cpu.isas()[0])
 maps = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
 print(sum(Path(path).name.startswith(("libgomp", "libiomp", "libomp.")) for path in maps))
 """
     assert fresh(code).strip() == "1"
 
 
-def test_the_portable_code_agrees_too(tmp_path: Path) -> None:
-    """Compiled for any processor of this family, without AVX-512."""
+def test_the_instruction_set_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = cpu.isas()
+    assert known[-1] == "portable" and len(known) > 1
+    for isa in known:
+        monkeypatch.setenv(cpu.SETTING, isa)
+        for dtype in (BF16, F32):
+            chosen = cpu.kernels(dtype)
+            assert isinstance(chosen, cpu.CpuKernels) and chosen.isa == isa
+    for given in ("", "auto"):
+        monkeypatch.setenv(cpu.SETTING, given)
+        chosen = cpu.kernels(BF16)
+        assert isinstance(chosen, cpu.CpuKernels) and chosen.isa == known[0]
+
+
+@pytest.mark.parametrize("given", ["avx3", "AVX2 ", "sse", "neon", "0", "None"])
+def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv(cpu.SETTING, given)
+    with pytest.raises(SettingError, match=f"{cpu.SETTING}=.*{given}.*give auto or .*: .*portable"):
+        cpu.kernels(BF16)
+
+
+def test_a_processor_with_less_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert "avx512bf16" not in cpu.isas()
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    assert set(cpu.isas()) <= {"avx2", "portable"}
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    assert cpu.isas() == ("portable",)
+    monkeypatch.setenv(cpu.SETTING, "avx2")
+    with pytest.raises(SettingError, match="this processor has: portable"):
+        cpu.kernels(BF16)
+
+
+def test_a_compiler_that_does_not_know_the_best_instruction_set_makes_the_next(tmp_path: Path) -> None:
+    old = tmp_path / "cc"
+    old.write_text('#!/bin/sh\ncase "$*" in *avx512*) echo "unrecognized option" >&2; exit 1;; esac\nexec cc "$@"\n')
+    old.chmod(0o755)
     code = """
 import torch
-from forerun.kernels import cpu, reference
-cpu.FLAGS = ("-O1", *(f for f in cpu.FLAGS if f not in ("-march=native", "-O3")))
-k = cpu.CpuKernels(cpu.library(), torch.bfloat16)
-torch.manual_seed(0)
-x, n, w = torch.randn(7, 100).bfloat16(), torch.rand(100).bfloat16(), torch.randn(46, 100).bfloat16() / 10
-error = (k.norm_logits(x, n, 1e-5, w) - reference.rms_norm(x, n, 1e-5).float() @ w.float().T).abs().max()
-assert error < 1e-4, error
-got, want = k.norm_gate_up(x, n, 1e-5, w), reference.norm_gate_up(x, n, 1e-5, w)
-assert (got - want).abs().max() < 0.02 * want.abs().max()
-assert k.most == cpu.FEW_TOKENS
-assert torch.equal(k.norm_linear(x[:1], n, 1e-5, w, None), k.norm_linear(x, n, 1e-5, w, None)[:1])
-print("fine")
+from forerun.kernels import cpu
+print(cpu.kernels(torch.bfloat16).isa)
 """
-    assert fresh(code, FORERUN_CACHE=str(tmp_path)).strip() == "fine"
+    expected = next(isa for isa in cpu.isas() if "avx512" not in isa)
+    assert fresh(code, CC=str(old), FORERUN_CACHE=str(tmp_path)).strip() == expected

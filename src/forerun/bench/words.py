@@ -32,7 +32,8 @@ CALLS = {
 
 def title(record: Record) -> str:
     s, v = record.settings, record.versions
-    dtype = s.arms[0].engine.get("dtype", "")
+    dtype, isa = (s.arms[0].engine.get(name) or "" for name in ("dtype", "cpu_isa"))
+    dtype += f" ({isa})" if isa else ""
     engine = versions_of(record)
     return (
         f"{model_of(record)} {dtype} on {hardware(record.machine)}. {s.repetitions} repetitions of {loads_of(record)}, "

@@ -80,7 +80,7 @@ def _key(target: Target, most: int) -> dict[str, Any]:
         "model": asdict(target.config) | {"vocab_size": target.vocab},
         "dtype": str(target.dtype),
         "device": str(target.device),
-        "kernels": cpu.describe(target.kernels),
+        "kernels": cpu.build_of(target.kernels),
         "threads": torch.get_num_threads(),
         "processor": cpu.processor(),
         "versions": {"forerun": forerun.__version__, "torch": torch.__version__},

@@ -27,6 +27,7 @@ from forerun.engine.slots import Slots
 from forerun.engine.stats import DraftStats
 from forerun.engine.step import Committed, Flight, RaggedStep, Times
 from forerun.engine.text import Detokenizer, TextStream
+from forerun.kernels.cpu import isa_of
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
 from forerun.verify.sampling import SamplingState, check_request
@@ -120,6 +121,7 @@ class Engine:
         self._committing: Sequence | None = None
         self.stats = EngineStats()
         self._vocab = target.vocab
+        self._cpu_isa = isa_of(target.kernels)
         self._detokenizer = detokenizer
         self._live: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
@@ -197,11 +199,13 @@ class Engine:
         return f"{room}; CUDA graphs took {self.graphs.seconds:.1f} s and {self.graphs.bytes / 1e6:,.0f} MB"
 
     def settings(self) -> dict[str, Any]:
-        """What is in force, every default filled in; graphs: what capturing them has cost, None where there are none."""
+        """What is in force, every default filled in; cpu_isa: the instruction set of the CPU's kernels; graphs: what capturing
+        them has cost, None where there are none."""
         c = self.config
         return {
             "dtype": str(self.kv.keys[0].dtype).removeprefix("torch."),
             "device": str(self.slots.length.device),
+            "cpu_isa": self._cpu_isa,
             "max_model_len": self.max_model_len,
             "max_num_seqs": c.max_num_seqs,
             "max_num_batched_tokens": self.budget,

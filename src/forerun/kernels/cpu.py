@@ -1,6 +1,6 @@
-"""The kernels on the CPU: compiles cpu.c when it is first needed, and calls it. Knows where the compiled file is kept,
-that it has to share torch's OpenMP threads, and when torch's matrix product is the faster one; what the
-kernels compute is in reference.py, how in cpu.c.
+"""The kernels on the CPU: compiles cpu.c when it is first needed, for the instruction set that is asked for, and calls it.
+Knows where the compiled file is kept and that it has to share torch's OpenMP threads; what the kernels compute is in
+reference.py, how in cpu.c and the headers beside it.
 """
 
 from __future__ import annotations
@@ -11,26 +11,33 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, one_by_one, reference
+from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, reference
+from forerun.types import require
 
 if TYPE_CHECKING:
     from forerun.models.loading import Layer
 
 SOURCE = Path(__file__).with_name("cpu.c")
-FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-ffp-contract=off", "-Wno-psabi", "-w")
-FEW_TOKENS = 64  # on processors that do not multiply bfloat16: from more tokens on torch's products are faster
+FLAGS = ("-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-w")
+AVX2 = ("-mavx2", "-mfma")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+ISAS = {  # what the compiler is told for each instruction set, the best first; cpu_vectors.h chooses by it
+    "avx512bf16": (*AVX512, "-mavx512bf16"),
+    "avx512": AVX512,
+    "avx2": AVX2,
+    "portable": () if platform.machine() in ("x86_64", "AMD64") else ("-march=native",),
+}
+SETTING = "FORERUN_CPU_ISA"
 
 PLAIN, ADD, GATE_UP, LOGITS = range(4)
 LAYER_BYTES = 13 * 8  # of struct Layer in cpu.c
@@ -42,7 +49,7 @@ def cache_folder() -> Path:
 
 
 def processor() -> str:
-    """What -march=native depends on: the processor's name and abilities."""
+    """The processor's name and abilities."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         return "\n".join(line for line in lines if line.startswith(("vendor_id", "model", "flags", "CPU ", "Features")))
@@ -50,21 +57,41 @@ def processor() -> str:
         return platform.machine() + platform.processor()
 
 
-def build(source: Path = SOURCE) -> Path:
-    """The compiled kernels, from the cache folder or made there (about 3 s). Raises OSError or
+def isas() -> tuple[str, ...]:
+    """The instruction sets of ISAS that this processor has, the best first."""
+    has = {
+        "avx512bf16": torch.cpu._is_avx512_bf16_supported,
+        "avx512": torch.cpu._is_avx512_supported,
+        "avx2": torch.cpu._is_avx2_supported,
+        "portable": lambda: True,
+    }
+    return tuple(name for name in ISAS if has[name]())
+
+
+def wanted_isas() -> tuple[str, ...]:
+    """The instruction sets to try: the one that FORERUN_CPU_ISA names, or else all, the best first. Raises SettingError."""
+    given, known = os.environ.get(SETTING) or "auto", isas()
+    one_of = f"give auto or an instruction set that this processor has: {', '.join(known)}"
+    require(given == "auto" or given in known, SETTING, given, one_of)
+    return known if given == "auto" else (given,)
+
+
+def build(isa: str, source: Path = SOURCE) -> Path:
+    """The kernels compiled for an instruction set, from the cache folder or made there (some seconds). Raises OSError or
     subprocess.CalledProcessError when there is no working compiler."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    text = source.read_bytes()
-    key = hashlib.sha256(b"\0".join((text, " ".join((*compiler, *FLAGS)).encode(), processor().encode()))).hexdigest()[:16]
-    target = cache_folder() / f"cpu-{key}.so"
+    command = (*compiler, *FLAGS, *ISAS[isa])
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("cpu_*.h")))]
+    key = hashlib.sha256(b"\0".join((*texts, " ".join(command).encode(), processor().encode()))).hexdigest()[:16]
+    target = cache_folder() / f"cpu-{isa}-{key}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made, linked = Path(folder) / "cpu.o", Path(folder) / "cpu.so"
         # linked without -fopenmp: the OpenMP functions are to be torch's, two runtimes would fight for the cores
-        for arguments in ((*FLAGS, "-c", str(source), "-o", str(made)), ("-shared", str(made), "-o", str(linked))):
-            subprocess.run([*compiler, *arguments], check=True, capture_output=True, text=True)
+        for arguments in ((*command, "-c", str(source), "-o", str(made)), (*compiler, "-shared", str(made), "-o", str(linked))):
+            subprocess.run(arguments, check=True, capture_output=True, text=True)
         os.replace(linked, target)  # whole or not at all, for processes that start together
     return target
 
@@ -81,19 +108,19 @@ def share_openmp() -> None:
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """The compiled kernels, loaded. Raises as `build` does."""
-    path = build()
+def library(isa: str) -> ctypes.CDLL:
+    """The kernels compiled for an instruction set that this processor has, loaded. Raises as `build` does."""
+    path = build(isa)
     share_openmp()
     lib = ctypes.CDLL(str(path))
     p, i, n, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-    lib.fr_linear.argtypes = (i, p, n, n, p, f, p, p, n, p, p, i)
+    lib.fr_linear.argtypes = (i, i, p, n, n, p, f, p, p, n, p, p, i)
     lib.fr_rms_norm.argtypes = (i, p, n, n, p, f, p, i)
-    lib.fr_silu_mul.argtypes = (p, n, n, p, i)
     lib.fr_attend.argtypes = (i, p, p, f, p, p, p, p, p, p, p, p, p, p, i)
-    lib.fr_layers.argtypes = (p, n, p, n, n, p, f, f, p, p, p, p, p, i)
-    for function in (lib.fr_layers, lib.fr_linear, lib.fr_rms_norm, lib.fr_silu_mul, lib.fr_attend):
+    lib.fr_layers.argtypes = (i, p, n, p, n, n, p, f, f, p, p, p, p, p, i)
+    for function in (lib.fr_layers, lib.fr_linear, lib.fr_rms_norm, lib.fr_attend):
         function.restype = None
+    lib.fr_isa.restype = ctypes.c_char_p
     return lib
 
 
@@ -102,17 +129,13 @@ def address(t: Tensor | None) -> int | None:
 
 
 class CpuKernels:
-    """The kernels for bfloat16 or float32; `kernels` chooses. Each output of a bfloat16 layer and of attention is rounded
-    alike whatever the other tokens of a batch, so a verify step rounds as plain decoding does, and a prompt in chunks as
-    in one piece. (Layers of more than FEW_TOKENS tokens are torch's, and so rounded otherwise, where the processor does
-    not multiply bfloat16. float32 layers always are.)
-
-    most: up to so many tokens the layers are computed here."""
+    """The kernels for bfloat16 or float32; `kernels` chooses. isa: the instruction set. Each output is rounded alike whatever
+    the other tokens of a batch, so a verify step rounds as plain decoding does, and a prompt in chunks as in one piece."""
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.lib, self.dtype = lib, dtype
         self.wide = int(dtype == torch.float32)
-        self.most = 0 if self.wide else sys.maxsize if lib.fr_native() else FEW_TOKENS
+        self.isa = lib.fr_isa().decode()
 
     def _linear(
         self, kind: int, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, outs: int,
@@ -120,42 +143,26 @@ class CpuKernels:
     ) -> Tensor:
         tokens, k = x.shape
         y = torch.empty(tokens, outs, dtype=torch.float32 if kind == LOGITS else self.dtype)
-        if not (x.is_contiguous() and weight.is_contiguous()):
-            raise ValueError("x and weight must be contiguous")
-        if x.dtype != self.dtype or weight.dtype != self.dtype:
-            raise TypeError(f"x is {x.dtype} and weight {weight.dtype}, not {self.dtype}")
+        for name, t in (("x", x), ("norm", norm), ("weight", weight), ("bias", bias), ("residual", residual)):
+            if t is not None and (t.dtype != self.dtype or not t.is_contiguous()):
+                raise TypeError(f"{name} must be contiguous {self.dtype}, not {t.dtype} with strides {t.stride()}")
         self.lib.fr_linear(
-            kind, x.data_ptr(), tokens, k, address(norm), eps, weight.data_ptr(), address(bias), outs, address(residual),
-            y.data_ptr(), torch.get_num_threads(),
+            self.wide, kind, x.data_ptr(), tokens, k, address(norm), eps, weight.data_ptr(), address(bias), outs,
+            address(residual), y.data_ptr(), torch.get_num_threads(),
         )
         return y
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.shape[0] <= self.most:
-            return self._linear(PLAIN, x, norm, eps, weight, bias, weight.shape[0], None)
-        return F.linear(self.rms_norm(x, norm, eps), weight, bias)
+        return self._linear(PLAIN, x, norm, eps, weight, bias, weight.shape[0], None)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        if x.shape[0] <= self.most:
-            return self._linear(ADD, x, None, 0.0, weight, bias, weight.shape[0], residual)
-        return F.linear(x, weight, bias).add_(residual)
+        return self._linear(ADD, x, None, 0.0, weight, bias, weight.shape[0], residual)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        if x.shape[0] <= self.most:
-            return self._linear(GATE_UP, x, norm, eps, weight, None, weight.shape[0] // 2, None)
-        gate_up = F.linear(self.rms_norm(x, norm, eps), weight)
-        if self.wide:
-            gate, up = gate_up.chunk(2, -1)
-            return F.silu(gate).mul_(up)
-        tokens, outs = x.shape[0], weight.shape[0] // 2
-        y = torch.empty(tokens, outs, dtype=self.dtype)
-        self.lib.fr_silu_mul(gate_up.data_ptr(), tokens, outs, y.data_ptr(), torch.get_num_threads())
-        return y
+        return self._linear(GATE_UP, x, norm, eps, weight, None, weight.shape[0] // 2, None)
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        if x.shape[0] <= self.most:
-            return self._linear(LOGITS, x, norm, eps, weight, None, weight.shape[0], None)
-        return F.linear(self.rms_norm(x, norm, eps), weight).float()
+        return self._linear(LOGITS, x, norm, eps, weight, None, weight.shape[0], None)
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -168,13 +175,9 @@ class CpuKernels:
         return self
 
     def bind(self, layers: Layers) -> RunLayers:
-        if self.most == 0:
-            return partial(one_by_one, self, layers)
         stack = Stack(self, layers.weights, layers.shapes, layers.eps, layers.key_pages, layers.value_pages)
 
         def run(x: Tensor, batch: Batch, first: int, last: int) -> Tensor:
-            if x.shape[0] > self.most:
-                return one_by_one(self, layers, x, batch, first, last)
             return stack(x, layers.cos, layers.sin, batch, first, last)
 
         return run
@@ -201,8 +204,8 @@ class CpuKernels:
 
 
 class Stack:
-    """Consecutive decoder layers with their pages, run by one call: what the kernels do one by one, bit for bit (where
-    they take no product of torch's), without going back to Python between them. bfloat16 only.
+    """Consecutive decoder layers with their pages, run by one call: what the kernels do one by one, bit for bit, without going
+    back to Python between them.
 
     layers, shapes, keys, values: one of each for every layer; what they point at must stay where it is.
     """
@@ -216,42 +219,49 @@ class Stack:
             tensors = (layer.attention_norm, layer.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out, layer.out_bias,
                        layer.mlp_norm, layer.gate_up, layer.down, k, v)
             for t in tensors:
-                if t is not None and (t.dtype != torch.bfloat16 or not t.is_contiguous()):
-                    raise TypeError(f"weights and pages must be contiguous bfloat16, not {t.dtype}")
+                if t is not None and (t.dtype != kernels.dtype or not t.is_contiguous()):
+                    raise TypeError(f"weights and pages must be contiguous {kernels.dtype}, not {t.dtype}")
             pointers += [address(t) or 0 for t in tensors] + [shape.window]
         self.kept = (layers, keys, values)  # alive as long as their addresses are used
         self.count, self.shape, self.eps = len(layers), shapes[0], eps
         self.block, self.inner = keys[0].shape[2], layers[0].gate_up.shape[0] // 2
         self.table = (ctypes.c_int64 * len(pointers))(*pointers)
-        self.run = kernels.lib.fr_layers
+        self.run, self.wide, self.dtype = kernels.lib.fr_layers, kernels.wide, kernels.dtype
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, first: int = 0, last: int | None = None) -> Tensor:
         """x after the layers first .. last (not included; None: all).  [T,H] -> [T,H]"""
         x = x.clone(memory_format=torch.contiguous_format)
         heads, kv_heads, dim, _, head_eps = self.shape
         table = batch.block_table
-        if x.dtype != torch.bfloat16 or table.dtype != torch.int32 or not table.is_contiguous():
+        if x.dtype != self.dtype or table.dtype != torch.int32 or not table.is_contiguous():
             raise TypeError(f"x is {x.dtype}, block table {table.dtype}")
         numbers = (ctypes.c_int64 * 7)(x.shape[0], table.shape[0], table.shape[1], self.block, heads, kv_heads, dim)
         self.run(
-            ctypes.addressof(self.table) + first * LAYER_BYTES, (self.count if last is None else last) - first, x.data_ptr(),
-            x.shape[1], self.inner, numbers, self.eps, head_eps, cos.data_ptr(), sin.data_ptr(), batch.positions.data_ptr(),
-            batch.row_start.data_ptr(), table.data_ptr(), torch.get_num_threads(),
+            self.wide, ctypes.addressof(self.table) + first * LAYER_BYTES, (self.count if last is None else last) - first,
+            x.data_ptr(), x.shape[1], self.inner, numbers, self.eps, head_eps, cos.data_ptr(), sin.data_ptr(),
+            batch.positions.data_ptr(), batch.row_start.data_ptr(), table.data_ptr(), torch.get_num_threads(),
         )
         return x
 
 
 @cache
-def compiled() -> ctypes.CDLL | None:
-    """The library, or None, with a warning, where there is no compiler to make it."""
-    try:
-        return library()
-    except subprocess.CalledProcessError as error:
-        problem = f"the C kernels did not compile ({(error.stderr or str(error)).strip().splitlines()[-1]})"
-    except OSError as error:
-        problem = f"the C kernels cannot be used ({error})"
-    warnings.warn(f"{problem}: decoding on the CPU will be slow; install gcc, or set CC to a working C compiler", stacklevel=3)
+def _compiled(isas: tuple[str, ...]) -> ctypes.CDLL | None:
+    problem = ""
+    for isa in isas:
+        try:
+            return library(isa)
+        except subprocess.CalledProcessError as error:  # perhaps the compiler is older than the instruction set
+            problem = f"the C kernels did not compile ({(error.stderr or str(error)).strip().splitlines()[-1]})"
+        except OSError as error:
+            problem = f"the C kernels cannot be used ({error})"
+    warnings.warn(f"{problem}: decoding on the CPU will be slow; install gcc, or set CC to a working C compiler", stacklevel=4)
     return None
+
+
+def compiled() -> ctypes.CDLL | None:
+    """The library for the best instruction set that is there and wanted, or None, with a warning, where there is no compiler
+    to make one. Raises SettingError for an instruction set that is not there."""
+    return _compiled(wanted_isas())
 
 
 def kernels(dtype: torch.dtype) -> Kernels:
@@ -261,6 +271,22 @@ def kernels(dtype: torch.dtype) -> Kernels:
     return reference if lib is None else CpuKernels(lib, dtype)
 
 
-def describe(kernels: Kernels) -> str:
+def isa_of(kernels: Kernels) -> str | None:
+    """The instruction set of kernels that are this module's, None for others."""
+    return kernels.isa if isinstance(kernels, CpuKernels) else None
+
+
+def build_of(kernels: Kernels) -> str:
     """A name that is another for kernels that may take another time."""
     return Path(kernels.lib._name).stem if isinstance(kernels, CpuKernels) else "torch"
+
+
+def best_dtype() -> tuple[torch.dtype, str]:
+    """The faster one of bfloat16 and float32 for a checkpoint of 16 bits, and why."""
+    lib = compiled()
+    isa = lib.fr_isa().decode() if lib is not None else None
+    if isa == "portable":
+        return torch.float32, "bfloat16 is fast from AVX2 on"
+    if isa is None and not torch.cpu._is_avx512_bf16_supported():
+        return torch.float32, "without a C compiler bfloat16 is slow on this processor"
+    return torch.bfloat16, "half as many bytes to read as float32"

@@ -4,6 +4,7 @@ a layer does is in kernels/__init__.py (`one_by_one`), how is the kernels' affai
 
 from __future__ import annotations
 
+import logging
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from forerun.models import loading, rope
 from forerun.models.config import ModelConfig
 from forerun.models.loading import Weights
 from forerun.types import require
+
+LOG = logging.getLogger("forerun")
 
 PADDING = 65  # a step of fixed shape computes so many positions behind a sequence's end at most
 
@@ -70,9 +73,12 @@ class Target:
         Raises SettingError for a checkpoint that cannot be used."""
         config = ModelConfig.read(Path(folder))
         device = torch.device(device)
-        dtype = choose_dtype(dtype, config, device) if isinstance(dtype, str) else dtype
-        weights = loading.load(Path(folder), config, dtype, device)
-        return cls(config, weights, kernels or choose_kernels(dtype, device, config.hidden_size), max_positions)
+        chosen = choose_dtype(dtype, config, device) if isinstance(dtype, str) else dtype
+        weights = loading.load(Path(folder), config, chosen, device)
+        kernels = kernels or choose_kernels(chosen, device, config.hidden_size)
+        if device.type == "cpu":
+            _report(chosen, "auto" if dtype == "auto" else "as asked for", config, kernels)
+        return cls(config, weights, kernels, max_positions)
 
     @classmethod
     def random(
@@ -132,15 +138,30 @@ class Target:
 
 
 def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that a setting means. auto: the checkpoint's, but on a CPU a half-precision checkpoint becomes bfloat16
-    where the CPU multiplies that, and float32 elsewhere. Raises SettingError."""
+    """The dtype that a setting means. auto: the checkpoint's, but on a CPU a half-precision checkpoint becomes what is faster
+    there, bfloat16 from AVX2 on. Raises SettingError."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     require(name == "auto" or name in known, "dtype", name, f"give auto or one of {', '.join(known)}")
     if name != "auto":
         return known[name]
     if device.type == "cpu" and config.dtype != "float32":
-        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+        from forerun.kernels import cpu  # looks for a compiler
+
+        return cpu.best_dtype()[0]
     return known[config.dtype]
+
+
+def _report(dtype: torch.dtype, setting: str, config: ModelConfig, kernels: Kernels) -> None:
+    """In a line what a model on a CPU is computed in, by what, and why."""
+    from forerun.kernels import cpu
+
+    kind, isa = str(dtype).removeprefix("torch."), cpu.isa_of(kernels)
+    why = setting
+    if setting == "auto":
+        why = f"auto: the checkpoint is {config.dtype}"
+        if config.dtype != "float32":
+            why += f"; {cpu.best_dtype()[1]}"
+    LOG.info("CPU: %s (%s), %s", kind, why, f"kernels for {isa}" if isa else "plain PyTorch")
 
 
 def choose_kernels(dtype: torch.dtype, device: torch.device, hidden: int) -> Kernels:

@@ -1,0 +1,445 @@
+/* Attention over pages. Softmax is taken over CHUNK positions (absolute, so the same for every token), and chunks are merged
+ * in order; positions that a token may not see add exact zeros. So a token's result does not depend on the batch.
+ *
+ * Keys and values are packed as 32-bit words before they are multiplied: a float32 each, or a pair of bfloat16 where DOT_BF16.
+ */
+#pragma once
+#include "cpu_linear.h"
+
+enum { CHUNK = 128 };  /* positions of one softmax */
+enum { TILE = 48 };    /* query rows (tokens x heads of a group) of one attention task, about */
+#if AVX512
+enum { WIDE = 4 };     /* vectors that are summed at once for 4 rows */
+#else
+enum { WIDE = 2 };
+#endif
+
+typedef struct {
+    const void *qkv, *q_norm, *k_norm; /* norms: or NULL */
+    void *key_pages, *value_pages, *y;
+    const float *cos, *sin;
+    const int64_t *positions;
+    const int32_t *row_start, *block_table;
+    int64_t tokens, rows, table_width, block_size;
+    int64_t heads, kv_heads, dim, window;
+    float eps;
+    float *partial;   /* results of single chunks, or NULL: a task does all chunks of its tile */
+    int64_t chunks;   /* room for so many chunks of each query row in partial */
+    int64_t *next;    /* the next task to take, shared by the team, 0 at first */
+} Attend;
+
+INLINE int64_t first_seen(const Attend *a, int64_t position) {
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
+
+/* one head of q or k: norm, rotate */
+INLINE void rotate(const int wide, const Attend *a, const void *x, const void *norm, int64_t position, void *y) {
+    const int64_t half = a->dim / 2;
+    const float *c = a->cos + position * half, *s = a->sin + position * half;
+    if (norm) {
+        norm_row(wide, x, norm, a->eps, a->dim, y);
+        x = y;
+    }
+    for (int64_t i = 0; i < half; i += LANES) {
+        const int m = half - i < LANES ? (int)(half - i) : LANES;
+        vf p = get(wide, x, i, m), q = get(wide, x, half + i, m), cos = get(1, c, i, m), sin = get(1, s, i, m);
+        put(wide, y, i, p * cos - q * sin, m), put(wide, y, half + i, q * cos + p * sin, m);
+    }
+}
+
+INLINE int64_t page_at(const Attend *a, int64_t row, int64_t kv_head, int64_t position) { /* in elements */
+    int64_t page = a->block_table[row * a->table_width + position / a->block_size];
+    return ((page * a->kv_heads + kv_head) * a->block_size + position % a->block_size) * a->dim;
+}
+
+/* q, rotated, goes to y, which the output takes later; k and v to the pages. Padding, which is in no row, keeps its q */
+INLINE void place_team(const int wide, Team me, const Attend *a) {
+    const int64_t all = a->heads + 2 * a->kv_heads, size = wide ? 4 : 2, bytes = a->dim * size;
+    int64_t low, high, row = 0;
+    share(me, a->tokens * all, &low, &high);
+    for (int64_t i = low; i < high; i++) {
+        int64_t t = i / all, head = i % all, position = a->positions[t];
+        while (row < a->rows && a->row_start[row + 1] <= t) row++;
+        if (row == a->rows && head >= a->heads) continue;
+        const char *x = (const char *)a->qkv + (t * all + head) * bytes;
+        if (head < a->heads) {
+            rotate(wide, a, x, a->q_norm, position, (char *)a->y + (t * a->heads + head) * bytes);
+        } else if (head < a->heads + a->kv_heads) {
+            rotate(wide, a, x, a->k_norm, position, (char *)a->key_pages + page_at(a, row, head - a->heads, position) * size);
+        } else {
+            int64_t at = page_at(a, row, head - a->heads - a->kv_heads, position);
+            memcpy((char *)a->value_pages + at * size, x, bytes);
+        }
+    }
+}
+
+/* whether words are pairs of bfloat16 */
+#define PAIRS(wide) (DOT_BF16 && !(wide))
+
+/* LANES words of a key or value from word d on; NULL: zeros */
+INLINE vu words_at(const int wide, const char *p, int64_t d) {
+    if (!p) return (vu){0};
+    return wide || PAIRS(wide) ? load_words(p + 4 * d) : (vu)load_bf16((const bf16 *)p + d);
+}
+
+INLINE uint32_t word_at(const int wide, const char *p, int64_t d) {
+    uint32_t word = 0;
+    bf16 half;
+    if (!p) return 0;
+    if (wide || PAIRS(wide)) {
+        memcpy(&word, p + 4 * d, 4);
+        return word;
+    }
+    memcpy(&half, p + 2 * d, 2);
+    return (uint32_t)half << 16;
+}
+
+/* to[c][i] = from[i][c], LANES x LANES words; the rows of `to` lie LANES words apart */
+INLINE void transpose(vu *r, uint32_t *to) {
+#if AVX512
+    __m512i t[16], u[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32((__m512i)r[i], (__m512i)r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32((__m512i)r[i], (__m512i)r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        u[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), u[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    } /* u[4g + c], 128-bit lane l: word 4l + c of rows 4g .. 4g + 3 */
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        __m512i ab0 = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x44), ab1 = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xee);
+        __m512i cd0 = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x44);
+        __m512i cd1 = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xee);
+        _mm512_storeu_si512(to + 16 * c, _mm512_shuffle_i32x4(ab0, cd0, 0x88));
+        _mm512_storeu_si512(to + 16 * (c + 4), _mm512_shuffle_i32x4(ab0, cd0, 0xdd));
+        _mm512_storeu_si512(to + 16 * (c + 8), _mm512_shuffle_i32x4(ab1, cd1, 0x88));
+        _mm512_storeu_si512(to + 16 * (c + 12), _mm512_shuffle_i32x4(ab1, cd1, 0xdd));
+    }
+#elif AVX2
+    __m256i t[8], u[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32((__m256i)r[i], (__m256i)r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32((__m256i)r[i], (__m256i)r[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        u[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]), u[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+        u[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]), u[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    } /* u[4g + c], 128-bit lane l: word 4l + c of rows 4g .. 4g + 3 */
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        _mm256_storeu_si256((__m256i *)(to + 8 * c), _mm256_permute2x128_si256(u[c], u[4 + c], 0x20));
+        _mm256_storeu_si256((__m256i *)(to + 8 * (c + 4)), _mm256_permute2x128_si256(u[c], u[4 + c], 0x31));
+    }
+#else
+    for (int c = 0; c < LANES; c++)
+        for (int i = 0; i < LANES; i++) to[c * LANES + i] = r[i][c];
+#endif
+}
+
+/* Packs LANES keys word by word: to[d][key]. keys[i] NULL: zeros. */
+INLINE void pack_keys(const int wide, const char *const *keys, int64_t words, uint32_t *to) {
+    int64_t d = 0;
+    int any = 0;
+    for (int i = 0; i < LANES; i++) any |= keys[i] != NULL;
+    if (!any) {
+        memset(to, 0, words * LANES * 4);
+        return;
+    }
+    for (; d + LANES <= words; d += LANES) {
+        vu rows[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) rows[i] = words_at(wide, keys[i], d);
+        transpose(rows, to + d * LANES);
+    }
+    for (; d < words; d++)
+        for (int i = 0; i < LANES; i++) to[d * LANES + i] = word_at(wide, keys[i], d);
+}
+
+/* two values, side by side in each word: to[d] = a[d] | b[d] << 16; NULL: zeros */
+INLINE void pack_pair(const bf16 *a, const bf16 *b, int64_t dim, uint32_t *to) {
+    static const bf16 none[LANES];
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) {
+        vh p, q;
+        memcpy(&p, a ? a + d : none, sizeof p), memcpy(&q, b ? b + d : none, sizeof q);
+        store_words(to + d, __builtin_convertvector(p, vu) | (__builtin_convertvector(q, vu) << 16));
+    }
+    for (; d < dim; d++) to[d] = (a ? a[d] : 0) | ((uint32_t)(b ? b[d] : 0) << 16);
+}
+
+/* a value as float32 words; NULL: zeros */
+INLINE void pack_value(const int wide, const char *value, int64_t dim, uint32_t *to) {
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) store_words(to + d, words_at(wide, value, d));
+    for (; d < dim; d++) to[d] = word_at(wide, value, d);
+}
+
+INLINE vf product(const int pairs, vf acc, vu a, vu b) {
+#if DOT_BF16
+    if (pairs) return dot2(acc, a, b);
+#endif
+    return fma_((vf)a, (vf)b, acc);
+}
+
+/* to[r][v] (v of `vectors` <= WIDE) = sum over i < count of a[r][i] * b[i * step + LANES v]; the products of words */
+INLINE void outer(const int pairs, const int rows, int vectors, int64_t count, const uint32_t *const *a, const uint32_t *b,
+                  int64_t vector_step, int64_t step, float *const *to) {
+    vf acc[4][WIDE];
+    if (vectors == WIDE) {
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDE; v++) acc[r][v] = (vf){0};
+        for (int64_t i = 0; i < count; i++) {
+            vu right[WIDE];
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDE; v++) right[v] = load_words(b + i * step + v * vector_step);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                vu left = a[r][i] + (vu){0};
+#pragma GCC unroll 4
+                for (int v = 0; v < WIDE; v++) acc[r][v] = product(pairs, acc[r][v], left, right[v]);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < WIDE; v++) store(to[r] + v * LANES, acc[r][v]);
+        return;
+    }
+    for (int v = 0; v < vectors; v++) {
+        for (int r = 0; r < rows; r++) acc[r][0] = (vf){0};
+        for (int64_t i = 0; i < count; i++) {
+            vu right = load_words(b + i * step + v * vector_step);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) acc[r][0] = product(pairs, acc[r][0], a[r][i] + (vu){0}, right);
+        }
+        for (int r = 0; r < rows; r++) store(to[r] + v * LANES, acc[r][0]);
+    }
+}
+
+INLINE void outer_rows(const int pairs, int rows, int vectors, int64_t count, const uint32_t *const *a, const uint32_t *b,
+                       int64_t vector_step, int64_t step, float *const *to) {
+    switch (rows) {
+    case 1: outer(pairs, 1, vectors, count, a, b, vector_step, step, to); break;
+    case 2: outer(pairs, 2, vectors, count, a, b, vector_step, step, to); break;
+    case 3: outer(pairs, 3, vectors, count, a, b, vector_step, step, to); break;
+    default: outer(pairs, 4, vectors, count, a, b, vector_step, step, to); break;
+    }
+}
+
+/* A softmax in pieces: peak of the scores, sum of exp(score - peak), sum of exp(score - peak) * value. */
+INLINE int64_t piece_size(int64_t dim) { return LANES + ((dim + 15) & ~(int64_t)15); } /* floats: peak, sum, .., values */
+
+static void merge(float *into, const float *piece, int64_t dim) {
+    if (piece[0] == NEG_INF) return;
+    if (into[0] == NEG_INF) {
+        memcpy(into, piece, piece_size(dim) * sizeof(float));
+        return;
+    }
+    float peak = into[0] > piece[0] ? into[0] : piece[0];
+    float a = exp1(into[0] - peak), b = exp1(piece[0] - peak);
+    into[0] = peak;
+    into[1] = into[1] * a + piece[1] * b;
+    for (int64_t d = 0; d < dim; d += LANES)
+        store(into + LANES + d, fma_(load(into + LANES + d), splat(a), load(piece + LANES + d) * b));
+}
+
+INLINE void finish(const int wide, const float *piece, int64_t dim, void *y) {
+    for (int64_t d = 0; d < dim; d += LANES)
+        put(wide, y, d, load(piece + LANES + d) / piece[1], (int)(dim - d < LANES ? dim - d : LANES));
+}
+
+typedef struct { int64_t row, begin, end, kv_head, low, high; } Task; /* tokens begin .. end, chunks low .. high */
+
+INLINE int64_t padded_dim(int64_t dim) { return (dim + 15) & ~(int64_t)15; }
+
+/* bytes of room that `chunk` needs for so many query rows */
+INLINE int64_t chunk_room(int64_t dim, int64_t rows) { return (dim + padded_dim(dim) + rows) * CHUNK * 4 + rows * dim * 4; }
+
+/* the pieces of the task's query rows over one chunk: pieces[r] */
+INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, float *const *pieces, char *room) {
+    const int pairs = PAIRS(wide);
+    const int64_t dim = a->dim, group = a->heads / a->kv_heads, size = wide ? 4 : 2;
+    const int64_t rows = (task->end - task->begin) * group, words = pairs ? dim / 2 : dim, padded = padded_dim(dim);
+    const int64_t from = first_seen(a, a->positions[task->begin]), to = a->positions[task->end - 1] + 1;
+    const int64_t start = c * CHUNK, stop = start + CHUNK < to ? start + CHUNK : to;
+    const int vectors = (int)((stop - start + WIDE * LANES - 1) / (WIDE * LANES)) * WIDE;
+    const int units = pairs ? vectors * LANES / 2 : vectors * LANES;
+
+    uint32_t *keys = (uint32_t *)room;                    /* [vector][words][LANES] */
+    uint32_t *values = keys + dim * CHUNK;                /* [unit][padded] */
+    float *scores = (float *)(values + padded * CHUNK);   /* [rows][CHUNK], then the weights as words */
+    float *queries = scores + rows * CHUNK;               /* [rows][dim], where y is not in words yet */
+
+    int64_t page = start / a->block_size, at = start % a->block_size, base = -1;
+    const char *key_at[CHUNK], *value_at[CHUNK]; /* NULL: not seen */
+    for (int i = 0; i < vectors * LANES; i++) {
+        key_at[i] = value_at[i] = NULL;
+        if (start + i >= from && start + i < stop) {
+            if (base < 0) base = page_at(a, task->row, task->kv_head, page * a->block_size) * size;
+            key_at[i] = (const char *)a->key_pages + base + at * dim * size;
+            value_at[i] = (const char *)a->value_pages + base + at * dim * size;
+            for (int64_t line = 0; line < dim * size; line += 64) fetch(key_at[i] + line), fetch(value_at[i] + line);
+        }
+        if (++at == a->block_size) page++, at = 0, base = -1;
+    }
+    for (int v = 0; v < vectors; v++) pack_keys(wide, key_at + LANES * v, words, keys + v * words * LANES);
+    for (int u = 0; u < units; u++) {
+        if (pairs) pack_pair((const bf16 *)value_at[2 * u], (const bf16 *)value_at[2 * u + 1], dim, values + u * padded);
+        else pack_value(wide, value_at[u], dim, values + u * padded);
+    }
+
+    const float scale = 1.0f / __builtin_sqrtf((float)dim);
+    for (int64_t r0 = 0; r0 < rows; r0 += 4) {
+        const int n = (int)(rows - r0 < 4 ? rows - r0 : 4);
+        const uint32_t *left[4];
+        float *right[4];
+        for (int r = 0; r < n; r++) {
+            int64_t t = task->begin + (r0 + r) / group, head = task->kv_head * group + (r0 + r) % group;
+            left[r] = (const uint32_t *)((const char *)a->y + (t * a->heads + head) * dim * size);
+            if (!wide && !pairs) {
+                uint32_t *query = (uint32_t *)queries + (r0 + r) * dim;
+                pack_value(0, (const char *)left[r], dim, query);
+                left[r] = query;
+            }
+        }
+        for (int v = 0; v < vectors; v += WIDE) {
+            for (int r = 0; r < n; r++) right[r] = scores + (r0 + r) * CHUNK + v * LANES;
+            outer_rows(pairs, n, WIDE, words, left, keys + v * words * LANES, words * LANES, LANES, right);
+        }
+        for (int r = 0; r < n; r++) {
+            float *s = scores + (r0 + r) * CHUNK, *piece = pieces[r0 + r];
+            const int64_t position = a->positions[task->begin + (r0 + r) / group], seen = first_seen(a, position);
+            const vi lane = FIRST_LANES;
+            vf top = splat(NEG_INF), sum = {0};
+            for (int v = 0; v < vectors; v++) {
+                vf x = load(s + LANES * v) * scale;
+                int64_t first = start + LANES * v;
+                if (first + LANES - 1 > position || first < seen) {
+                    int32_t most = (int32_t)(position - first), least = (int32_t)(seen - first); /* lanes least .. most are seen */
+                    vi ok = (lane <= most) & (lane >= least);
+                    x = (vf)(((vi)x & ok) | ((vi)splat(NEG_INF) & ~ok));
+                }
+                store(s + LANES * v, x);
+                top = max_(top, x);
+            }
+            piece[0] = peak(top);
+            for (int v = 0; v < vectors; v++) {
+                /* weights are rounded before they are summed, so that they add up to one */
+                vf p = piece[0] == NEG_INF ? (vf){0} : exp_(load(s + LANES * v) - piece[0]);
+                if (wide) {
+                    store(s + LANES * v, p);
+                } else {
+                    vh h = narrow(p);
+                    p = widen(h);
+                    if (pairs) memcpy((bf16 *)s + LANES * v, &h, sizeof h);
+                    else store(s + LANES * v, p);
+                }
+                sum += p;
+            }
+            piece[1] = sum1(sum);
+            left[r] = (const uint32_t *)s;
+        }
+        for (int64_t d = 0; d < padded; d += WIDE * LANES) {
+            const int64_t rest = (padded - d) / LANES;
+            for (int r = 0; r < n; r++) right[r] = pieces[r0 + r] + LANES + d;
+            outer_rows(pairs, n, (int)(rest < WIDE ? rest : WIDE), units, left, values + d, LANES, padded, right);
+        }
+    }
+}
+
+INLINE int64_t tile_tokens(const Attend *a) {
+    int64_t n = TILE * a->kv_heads / a->heads;
+    return n < 1 ? 1 : n;
+}
+
+/* task number i, or 0 if there are fewer; walks on from where the last search of this thread ended */
+static int find_task(const Attend *a, int64_t wanted, Task *task, int64_t *row, int64_t *token, int64_t *before) {
+    const int64_t most = tile_tokens(a);
+    for (; *row < a->rows; ++*row, *token = -1) {
+        int64_t end = a->row_start[*row + 1];
+        if (*token < 0) *token = a->row_start[*row];
+        for (; *token < end; *token += most) {
+            int64_t last = *token + most < end ? *token + most : end;
+            int64_t low = first_seen(a, a->positions[*token]) / CHUNK, high = a->positions[last - 1] / CHUNK + 1;
+            int64_t pieces = a->partial ? high - low : 1, count = pieces * a->kv_heads;
+            if (wanted < *before + count) {
+                int64_t i = wanted - *before, at = low + i / a->kv_heads;
+                *task = (Task){*row, *token, last, i % a->kv_heads, a->partial ? at : low, a->partial ? at + 1 : high};
+                return 1;
+            }
+            *before += count;
+        }
+    }
+    return 0;
+}
+
+INLINE void attend_as(const int wide, Team me, const Attend *a) {
+    const int64_t dim = a->dim, group = a->heads / a->kv_heads, size = wide ? 4 : 2, piece = piece_size(dim);
+    const int64_t rows = tile_tokens(a) * group;
+    place_team(wide, me, a);
+    BARRIER
+
+    const int64_t packed = chunk_room(dim, rows);
+    char *room = scratch(0, packed + 2 * rows * (piece * 4 + 8) + 64);
+    float *own = (float *)(room + packed); /* [2][rows][piece] */
+    float **pieces = (float **)(own + 2 * rows * piece);
+    Task task;
+    int64_t row = 0, token = -1, before = 0;
+    while (find_task(a, __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED), &task, &row, &token, &before)) {
+        const int64_t count = (task.end - task.begin) * group;
+        for (int64_t r = 0; r < count; r++) {
+            int64_t at = (task.begin + r / group) * a->heads + task.kv_head * group + r % group;
+            pieces[r] = a->partial ? a->partial + (at * a->chunks + task.low) * piece : own + r * piece;
+            if (!a->partial) own[(rows + r) * piece] = NEG_INF;
+        }
+        for (int64_t c = task.low; c < task.high; c++) {
+            chunk(wide, a, &task, c, pieces, room);
+            if (!a->partial)
+                for (int64_t r = 0; r < count; r++) merge(own + (rows + r) * piece, own + r * piece, dim);
+        }
+        if (!a->partial)
+            for (int64_t r = 0; r < count; r++) {
+                int64_t at = (task.begin + r / group) * a->heads + task.kv_head * group + r % group;
+                finish(wide, own + (rows + r) * piece, dim, (char *)a->y + at * dim * size);
+            }
+    }
+    if (!a->partial) return;
+    BARRIER
+    int64_t low, high;
+    share(me, a->row_start[a->rows] * a->heads, &low, &high);
+    for (int64_t i = low; i < high; i++) {
+        const int64_t position = a->positions[i / a->heads];
+        own[0] = NEG_INF;
+        for (int64_t c = first_seen(a, position) / CHUNK; c <= position / CHUNK; c++)
+            merge(own, a->partial + (i * a->chunks + c) * piece, dim);
+        finish(wide, own, dim, (char *)a->y + i * dim * size);
+    }
+}
+
+static void attend_bf16(Team me, const Attend *a) { attend_as(0, me, a); }
+static void attend_float(Team me, const Attend *a) { attend_as(1, me, a); }
+INLINE void attend_team(const int wide, Team me, const Attend *a) {
+    if (wide) attend_float(me, a);
+    else attend_bf16(me, a);
+}
+
+/* Few tokens with a long past make few tasks: then every chunk is a task of its own, if its pieces fit in 16 MB. */
+static void plan_attend(Attend *a, int threads) {
+    int64_t tiles = 0, chunks = 0, piece = piece_size(a->dim) * (int64_t)sizeof(float);
+    for (int64_t r = 0; r < a->rows; r++) {
+        int64_t n = a->row_start[r + 1] - a->row_start[r];
+        if (n == 0) continue;
+        int64_t last = a->positions[a->row_start[r + 1] - 1] / CHUNK + 1;
+        tiles += (n + tile_tokens(a) - 1) / tile_tokens(a);
+        chunks = last > chunks ? last : chunks;
+    }
+    int64_t need = a->tokens * a->heads * chunks * piece;
+    a->chunks = chunks;
+    a->partial = NULL;
+    if (threads > 1 && chunks > 1 && tiles * a->kv_heads < 4 * threads && need <= (16 << 20)) a->partial = scratch(1, need);
+}

@@ -1,0 +1,322 @@
+/* Norms and linear layers. A weight is read from memory once for each SLAB of tokens.
+ *
+ * Every output is summed in the same order for any number of tokens: one accumulator of LANES lanes over k, then the
+ * tree of sum4. How many outputs are computed side by side only changes which of them share a load. bfloat16 is taken
+ * STEP elements at a time, as pairs where DOT_BF16, and elsewhere the even ones and then the odd ones, since a shift and
+ * a mask take the two halves of a word apart.
+ */
+#pragma once
+#include "cpu_team.h"
+#include "cpu_vectors.h"
+
+enum { SLAB = 64 };     /* tokens for which a block of weights is used while it is in the cache */
+enum { LEAD = 8192 };   /* how many bytes before their use weights are fetched, at least */
+enum { SHARED = 16 };   /* from so many tokens on the team shares out the preparing of x, which else each thread does alone */
+enum { STEP = 2 * LANES };
+enum { BF16_LINES = 4 * STEP * sizeof(bf16) / 64 }; /* cache lines that a step takes of 4 rows */
+#if AVX512
+enum { FEW = 6 };       /* tokens beside 4 rows of w: as many as there are registers for the sums */
+enum { PAIRED = 10 };   /* beside 2 rows */
+#else
+enum { FEW = 3 };
+enum { PAIRED = 6 };
+#endif
+
+/* y = norm * round(x / rms(x)), rounded; x and y may be the same. wide: float32 instead of bfloat16 */
+INLINE void norm_row(const int wide, const void *x, const void *norm, float eps, int64_t n, void *y) {
+    vf square = {0};
+    for (int64_t i = 0; i < n; i += LANES) {
+        vf v = get(wide, x, i, n - i < LANES ? (int)(n - i) : LANES);
+        square = fma_(v, v, square);
+    }
+    float scale = 1.0f / __builtin_sqrtf(sum1(square) / (float)n + eps);
+    for (int64_t i = 0; i < n; i += LANES) {
+        int m = n - i < LANES ? (int)(n - i) : LANES;
+        vf v = get(wide, x, i, m) * scale;
+        put(wide, y, i, get(wide, norm, i, m) * (wide ? v : widen(narrow(v))), m);
+    }
+}
+
+enum { PLAIN, ADD, GATE_UP, LOGITS };
+
+typedef struct {
+    int kind;
+    const void *x, *norm, *w, *bias, *residual; /* norm, bias: or NULL */
+    float eps;
+    int64_t tokens, k, outs;
+    void *y; /* for LOGITS float32 */
+} Linear;
+
+/* The rows of w that are multiplied at once, and what is fetched meanwhile: from `next` on, at each step `advance` bytes
+ * further. */
+typedef struct { const char *row[4]; const char *next; int64_t advance; } Rows;
+
+/* How x is laid out for products with pairs of bfloat16, or else in float32 */
+#define X_SIZE(pairs) ((pairs) ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float))
+
+INLINE vf weights(const int wide, const char *row, int64_t i, int half) {
+    if (wide) return load((const float *)row + i + half * LANES);
+    vu words = load_words((const bf16 *)row + i);
+    return (vf)(half ? words & 0xffff0000u : words << 16);
+}
+
+/* acc + the products of STEP elements from i on, of `rows` rows of w with n rows of x */
+INLINE void multiply(const int pairs, const int wide, const int rows, const int n, const char *const *w, const char *const *x,
+                     int64_t i, vf acc[4][PAIRED]) {
+#if DOT_BF16
+    if (pairs) {
+        vu left[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) left[r] = load_words((const bf16 *)w[r] + i);
+#pragma GCC unroll 10
+        for (int j = 0; j < n; j++) {
+            vu right = load_words((const bf16 *)x[j] + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) acc[r][j] = dot2(acc[r][j], left[r], right);
+        }
+        return;
+    }
+#endif
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        vf kept[4]; /* of w or of x, of which there are fewer: registers are scarce */
+        if (rows <= n) {
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) kept[r] = weights(wide, w[r], i, half);
+#pragma GCC unroll 10
+            for (int j = 0; j < n; j++) {
+                vf right = load((const float *)x[j] + i + half * LANES);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) acc[r][j] = fma_(kept[r], right, acc[r][j]);
+            }
+        } else {
+#pragma GCC unroll 4
+            for (int j = 0; j < n; j++) kept[j] = load((const float *)x[j] + i + half * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                vf left = weights(wide, w[r], i, half);
+#pragma GCC unroll 4
+                for (int j = 0; j < n; j++) acc[r][j] = fma_(left, kept[j], acc[r][j]);
+            }
+        }
+    }
+}
+
+/* sums[n][LANES] = `rows` (2 or 4) rows of w times n rows of x, which have zeros behind k up to a multiple of STEP.
+ * lines: how many cache lines are fetched at each step */
+INLINE void products(const int pairs, const int wide, const int lines, const int rows, const int n, const Rows *w, int64_t k,
+                     const char *x, int64_t stride, float *sums) {
+    vf acc[4][PAIRED];
+    const char *left[4], *right[PAIRED], *next = w->next;
+    const int64_t advance = w->advance;
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) left[r] = w->row[r];
+#pragma GCC unroll 10
+    for (int j = 0; j < n; j++) right[j] = x + j * stride * X_SIZE(pairs);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 10
+        for (int j = 0; j < n; j++) acc[r][j] = (vf){0};
+    int64_t i = 0;
+    for (; i + STEP <= k; i += STEP) {
+#pragma GCC unroll 8
+        for (int line = 0; line < lines; line++) fetch(next + 64 * line);
+        next += advance;
+        multiply(pairs, wide, rows, n, left, right, i, acc);
+    }
+    if (i < k) {
+        const int64_t size = wide ? 4 : 2;
+        float tail[4][STEP] = {{0}};
+        for (int r = 0; r < rows; r++) {
+            memcpy(tail[r], left[r] + i * size, (k - i) * size);
+            left[r] = (const char *)tail[r];
+        }
+        for (int j = 0; j < n; j++) right[j] += i * X_SIZE(pairs);
+        multiply(pairs, wide, rows, n, left, right, 0, acc);
+    }
+#pragma GCC unroll 10
+    for (int j = 0; j < n; j++) {
+        if (rows == 4) sum4(sums + j * LANES, acc[0][j], acc[1][j], acc[2][j], acc[3][j]);
+        else sum2(sums + j * LANES, acc[0][j], acc[1][j]);
+    }
+}
+
+/* 4 rows of w times n <= FEW of x */
+INLINE void few(const int pairs, const int wide, const int lines, int n, const Rows *w, int64_t k, const char *x, int64_t stride,
+                float *sums) {
+    switch (n) {
+    case 1: products(pairs, wide, lines, 4, 1, w, k, x, stride, sums); break;
+    case 2: products(pairs, wide, lines, 4, 2, w, k, x, stride, sums); break;
+#if AVX512
+    case 3: products(pairs, wide, lines, 4, 3, w, k, x, stride, sums); break;
+    case 4: products(pairs, wide, lines, 4, 4, w, k, x, stride, sums); break;
+    case 5: products(pairs, wide, lines, 4, 5, w, k, x, stride, sums); break;
+#endif
+    default: products(pairs, wide, lines, 4, FEW, w, k, x, stride, sums); break;
+    }
+}
+
+/* 2 rows of w times FEW < n <= PAIRED of x: each weight is loaded once, where two passes of `few` would load it twice */
+INLINE void paired(const int pairs, const int wide, const int lines, int n, const Rows *w, int64_t k, const char *x,
+                   int64_t stride, float *sums) {
+    switch (n) {
+    case FEW + 1: products(pairs, wide, lines, 2, FEW + 1, w, k, x, stride, sums); break;
+    case FEW + 2: products(pairs, wide, lines, 2, FEW + 2, w, k, x, stride, sums); break;
+#if AVX512
+    case FEW + 3: products(pairs, wide, lines, 2, FEW + 3, w, k, x, stride, sums); break;
+#endif
+    default: products(pairs, wide, lines, 2, PAIRED, w, k, x, stride, sums); break;
+    }
+}
+
+/* a row of bfloat16 as float32 in the order in which `weights` gives it, zeros behind it */
+INLINE void spread(const bf16 *from, int64_t k, float *to) {
+    int64_t i = 0;
+#pragma GCC unroll 4
+    for (; i + STEP <= k; i += STEP) {
+        store(to + i, weights(0, (const char *)from, i, 0));
+        store(to + i + LANES, weights(0, (const char *)from, i, 1));
+    }
+    if (i < k) {
+        bf16 tail[STEP] = {0};
+        memcpy(tail, from + i, (k - i) * sizeof(bf16));
+        store(to + i, weights(0, (const char *)tail, 0, 0));
+        store(to + i + LANES, weights(0, (const char *)tail, 0, 1));
+    }
+}
+
+/* Functions of their own, in which the compiler finds good registers. What is fetched at each step: as many lines as it takes,
+ * or one, where several passes share the fetching. */
+#define PRODUCTS(name, template, ...)                                                                                     \
+    static __attribute__((noinline)) void name(int n, const Rows *w, int64_t k, const char *x, int64_t stride, float *sums) { \
+        template(__VA_ARGS__, n, w, k, x, stride, sums);                                                                  \
+    }
+#if DOT_BF16
+PRODUCTS(few_bf16, few, 1, 0, BF16_LINES)
+PRODUCTS(paired_bf16, paired, 1, 0, BF16_LINES / 2)
+PRODUCTS(many_bf16, few, 1, 0, 1)
+#else
+PRODUCTS(few_bf16, few, 0, 0, BF16_LINES)
+PRODUCTS(paired_bf16, paired, 0, 0, (BF16_LINES + 1) / 2)
+#endif
+PRODUCTS(few_float, few, 0, 1, 2 * BF16_LINES)
+PRODUCTS(paired_float, paired, 0, 1, BF16_LINES)
+PRODUCTS(many_float, few, 0, 1, 1)
+
+/* sums[n][LANES] = 4 rows of w, of which the first `valid` are there, times n rows of x. Fetches as much as these rows
+ * from `next` on, evenly over the work, so that the memory stays busy while the cores multiply. tile: room for 4 rows */
+INLINE void block(const int wide, int n, const char *w, int valid, int64_t k, const char *x, int64_t stride, float *sums,
+                  const char *next, float *tile) {
+    const int64_t size = wide ? 4 : 2, step = 4 * STEP * size;
+    Rows rows = {.next = next};
+    for (int r = 0; r < 4; r++) rows.row[r] = w + (r < valid ? r : valid - 1) * k * size;
+    if (n <= FEW) {
+        rows.advance = step;
+        (wide ? few_float : few_bf16)(n, &rows, k, x, stride, sums);
+        return;
+    }
+    if (n <= PAIRED) {
+        rows.advance = step / 2;
+        (wide ? paired_float : paired_bf16)(n, &rows, k, x, stride, sums);
+        rows.next += k / STEP * rows.advance, rows.row[0] = rows.row[2], rows.row[1] = rows.row[3];
+        (wide ? paired_float : paired_bf16)(n, &rows, k, x, stride, sums + 2);
+        return;
+    }
+    const int passes = (n + FEW - 1) / FEW;
+    rows.advance = step / passes < 64 ? step / passes : 64;
+#if !DOT_BF16
+    if (!wide) { /* convert once for all tokens */
+        for (int r = 0; r < 4; r++) {
+            spread((const bf16 *)rows.row[r], k, tile + r * stride);
+            rows.row[r] = (const char *)(tile + r * stride);
+        }
+        k = stride;
+    }
+#define many_bf16 many_float
+#endif
+    for (int p = 0; p < passes; p++) {
+        const int64_t low = n * p / passes, high = n * (p + 1) / passes;
+        const char *from = x + low * stride * X_SIZE(DOT_BF16 && !wide);
+        (wide ? many_float : many_bf16)((int)(high - low), &rows, k, from, stride, sums + low * LANES);
+        rows.next += k / STEP * rows.advance;
+    }
+}
+
+/* a row of x ready for `products`: normed, in float32 unless pairs, zeros behind it. own: room for a row */
+INLINE void prepare(const int pairs, const int wide, const Linear *a, int64_t token, int64_t stride, void *to, bf16 *own) {
+    const char *x = (const char *)a->x + token * a->k * (wide ? 4 : 2);
+    if (pairs || wide) {
+        if (a->norm) norm_row(wide, x, a->norm, a->eps, a->k, to);
+        else memcpy(to, x, a->k * X_SIZE(pairs));
+        memset((char *)to + a->k * X_SIZE(pairs), 0, (stride - a->k) * X_SIZE(pairs));
+    } else {
+        if (a->norm) norm_row(0, x, a->norm, a->eps, a->k, own);
+        spread(a->norm ? own : (const bf16 *)x, a->k, to);
+    }
+}
+
+INLINE int64_t stride_of(int64_t k) { return (k + STEP - 1) / STEP * STEP; }
+
+/* bytes that a team's room must have for layers of such a width, and more tokens than one */
+INLINE size_t room_for(int64_t tokens, int64_t k) {
+    return tokens < SHARED ? 0 : (size_t)((tokens < SLAB ? tokens : SLAB) * stride_of(k)) * sizeof(float);
+}
+
+INLINE void linear_as(const int wide, Team me, const Linear *a, void *room) {
+    const int pairs = DOT_BF16 && !wide, parts = a->kind == GATE_UP ? 2 : 1;
+    const int64_t k = a->k, outs = a->outs, size = wide ? 4 : 2, stride = stride_of(k);
+    int64_t low, high;
+    share(me, (outs + 3) / 4, &low, &high);
+    low *= 4, high = high * 4 < outs ? high * 4 : outs;
+    if (low < high) /* while x is prepared */
+        for (int i = 0; i < 128; i++) fetch((const char *)a->w + low * k * size + 64 * i);
+
+    const int lead = 1 + (int)(LEAD / (4 * size) / k); /* blocks */
+    const int direct = !a->norm && k == stride && (pairs || wide), shared = !direct && a->tokens >= SHARED;
+    float *tile = scratch(0, stride * 4 * sizeof(float) + stride * sizeof(bf16) + (direct || shared ? 0 : stride * SHARED * 4));
+    bf16 *row = (bf16 *)(tile + 4 * stride);
+    char *own = shared ? room : (char *)(row + stride);
+    float sums[2][SLAB * LANES] __attribute__((aligned(64)));
+
+    for (int64_t slab = 0; slab < a->tokens; slab += SLAB) {
+        const int n = (int)(a->tokens - slab < SLAB ? a->tokens - slab : SLAB);
+        const char *x = direct ? (const char *)a->x + slab * k * size : own;
+        if (!direct) {
+            int64_t from = 0, to = n;
+            if (shared) {
+                share(me, n, &from, &to);
+                if (slab) { BARRIER } /* until all are done with the last slab */
+            }
+            for (int64_t j = from; j < to; j++)
+                prepare(pairs, wide, a, slab + j, stride, own + j * stride * X_SIZE(pairs), row);
+            if (shared) { BARRIER }
+        }
+        for (int64_t o = low; o < high; o += LANES) {
+            const int m = (int)(high - o < LANES ? high - o : LANES);
+            for (int part = 0; part < parts; part++)
+                for (int b = 0; b < m; b += 4) {
+                    const char *w = (const char *)a->w + (part * outs + o + b) * k * size;
+                    int64_t later = (part * LANES + b) / 4 + lead, ahead = later / (LANES / 4); /* groups of LANES rows */
+                    int64_t at = ahead % parts * outs + o + ahead / parts * LANES + later % (LANES / 4) * 4;
+                    block(wide, n, w, m - b < 4 ? m - b : 4, k, x, stride, sums[part] + b,
+                          (const char *)a->w + at * k * size, tile);
+                }
+            vf bias = a->bias ? get(wide, a->bias, o, m) : (vf){0};
+            for (int j = 0; j < n; j++) {
+                int64_t at = (slab + j) * outs + o;
+                vf v = load(sums[0] + j * LANES);
+                if (a->kind == GATE_UP) v = silu(v) * load(sums[1] + j * LANES);
+                if (a->bias) v += bias;
+                if (a->kind == ADD) v += get(wide, a->residual, at, m);
+                put(wide || a->kind == LOGITS, a->y, at, v, m);
+            }
+        }
+    }
+}
+
+static void linear_bf16(Team me, const Linear *a, void *room) { linear_as(0, me, a, room); }
+static void linear_float(Team me, const Linear *a, void *room) { linear_as(1, me, a, room); }
+INLINE void linear_team(const int wide, Team me, const Linear *a, void *room) {
+    if (wide) linear_float(me, a, room);
+    else linear_bf16(me, a, room);
+}

@@ -1,0 +1,198 @@
+/* Vectors of LANES float32, as many as one instruction takes, and bfloat16 on its way to them and back. The one place
+ * where an instruction set is chosen: by what the compiler may use (cpu.py passes the flags of a level).
+ *
+ * The vectors are the compiler's vector extension, so all of this compiles for any little-endian CPU; intrinsics stand
+ * only where the compiler finds no good code by itself.
+ */
+#pragma once
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define AVX512 1
+#define LANES 16
+#ifdef __AVX512BF16__
+#define ISA "avx512bf16"
+#define DOT_BF16 1 /* bfloat16 is multiplied as it is, in pairs; elsewhere it is converted to float32 first */
+#else
+#define ISA "avx512"
+#endif
+#elif defined(__AVX2__) && defined(__FMA__)
+#define AVX2 1
+#define LANES 8
+#define ISA "avx2"
+#else
+#define LANES 4
+#define ISA "portable"
+#endif
+#ifndef DOT_BF16
+#define DOT_BF16 0
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define NEG_INF (-__builtin_inff())
+
+typedef uint16_t bf16;
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+
+#if LANES == 16
+#define FIRST_LANES {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#elif LANES == 8
+#define FIRST_LANES {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+#define FIRST_LANES {0, 1, 2, 3}
+#endif
+
+INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vu load_words(const void *p) { vu v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store_words(void *p, vu v) { memcpy(p, &v, sizeof v); }
+INLINE vf splat(float x) { return x - (vf){0}; }
+
+INLINE vf fma_(vf a, vf b, vf c) { /* a b + c */
+#if AVX512
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif AVX2
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vf max_(vf a, vf b) {
+    vi m = a > b;
+    return (vf)(((vi)a & m) | ((vi)b & ~m));
+}
+
+/* the sums over the lanes of four vectors, all by one tree */
+INLINE void sum4(float *to, vf a, vf b, vf c, vf d) {
+#if AVX512
+    __m512 x = (__m512)a, y = (__m512)b, z = (__m512)c, w = (__m512)d;
+    __m512 xy = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+    __m512 zw = _mm512_add_ps(_mm512_unpacklo_ps(z, w), _mm512_unpackhi_ps(z, w));
+    __m512d lo = _mm512_unpacklo_pd((__m512d)xy, (__m512d)zw), hi = _mm512_unpackhi_pd((__m512d)xy, (__m512d)zw);
+    __m512 s = _mm512_add_ps((__m512)lo, (__m512)hi);
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), (__m256)_mm512_extractf64x4_pd((__m512d)s, 1));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+#elif AVX2
+    __m256 x = (__m256)a, y = (__m256)b, z = (__m256)c, w = (__m256)d;
+    __m256 xy = _mm256_add_ps(_mm256_unpacklo_ps(x, y), _mm256_unpackhi_ps(x, y));
+    __m256 zw = _mm256_add_ps(_mm256_unpacklo_ps(z, w), _mm256_unpackhi_ps(z, w));
+    __m256d lo = _mm256_unpacklo_pd((__m256d)xy, (__m256d)zw), hi = _mm256_unpackhi_pd((__m256d)xy, (__m256d)zw);
+    __m256 s = _mm256_add_ps((__m256)lo, (__m256)hi);
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+#else
+    to[0] = (a[0] + a[2]) + (a[1] + a[3]), to[1] = (b[0] + b[2]) + (b[1] + b[3]);
+    to[2] = (c[0] + c[2]) + (c[1] + c[3]), to[3] = (d[0] + d[2]) + (d[1] + d[3]);
+#endif
+}
+
+/* two of them, by the same tree */
+INLINE void sum2(float *to, vf a, vf b) {
+    float all[4];
+    sum4(all, a, b, a, b);
+    to[0] = all[0], to[1] = all[1];
+}
+
+INLINE float sum1(vf v) { /* always by one tree, which may be another */
+#if AVX512
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float t[LANES];
+    store(t, v);
+    for (int w = LANES / 2; w; w >>= 1)
+        for (int i = 0; i < w; i++) t[i] += t[i + w];
+    return t[0];
+#endif
+}
+
+INLINE float peak(vf v) {
+#if AVX512
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float t[LANES], m;
+    store(t, v);
+    m = t[0];
+    for (int i = 1; i < LANES; i++) m = t[i] > m ? t[i] : m;
+    return m;
+#endif
+}
+
+INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+INLINE vh narrow(vf v) { /* to the nearest bfloat16, ties to even; NaN stays NaN */
+#if DOT_BF16
+    return (vh)_mm512_cvtneps_pbh((__m512)v);
+#else
+    vu u = (vu)v, nan = (vu)(v != v);
+    u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    u = (u & ~nan) | (0x7fc0 & nan);
+#if AVX2
+    return (vh)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)u), _mm256_extracti128_si256((__m256i)u, 1));
+#else
+    return __builtin_convertvector(u, vh);
+#endif
+#endif
+}
+
+INLINE vf load_bf16(const bf16 *p) { vh h; memcpy(&h, p, sizeof h); return widen(h); }
+INLINE void store_bf16(bf16 *p, vf v) { vh h = narrow(v); memcpy(p, &h, sizeof h); }
+
+/* `count` <= LANES values from index `at`, zeros behind them, and back. wide: float32 instead of bfloat16 */
+INLINE vf get(const int wide, const void *from, int64_t at, int count) {
+    if (count == LANES) return wide ? load((const float *)from + at) : load_bf16((const bf16 *)from + at);
+    vf v = {0};
+    vh h = {0};
+    if (wide) memcpy(&v, (const float *)from + at, count * sizeof(float));
+    else memcpy(&h, (const bf16 *)from + at, count * sizeof(bf16));
+    return wide ? v : widen(h);
+}
+
+INLINE void put(const int wide, void *to, int64_t at, vf v, int count) {
+    if (count == LANES) {
+        if (wide) store((float *)to + at, v);
+        else store_bf16((bf16 *)to + at, v);
+    } else {
+        vh h = narrow(v);
+        if (wide) memcpy((float *)to + at, &v, count * sizeof(float));
+        else memcpy((bf16 *)to + at, &h, count * sizeof(bf16));
+    }
+}
+
+#if DOT_BF16
+/* acc + the products of the pairs of bfloat16 in a and b */
+INLINE vf dot2(vf acc, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+#endif
+
+INLINE vf exp_(vf x) { /* within 2 ulp; exactly 0 below -87 */
+    const vf magic = splat(12582912.0f);
+    vi keep = x > splat(-87.0f);
+    x = (vf)((vi)x & keep);
+    vf shifted = fma_(x, splat(1.44269504f), magic);
+    vf n = shifted - magic;
+    vf r = fma_(n, splat(-0.693359375f), x);
+    r = fma_(n, splat(2.12194440e-4f), r);
+    vf p = splat(1.9875691500e-4f);
+    p = fma_(p, r, splat(1.3981999507e-3f));
+    p = fma_(p, r, splat(8.3334519073e-3f));
+    p = fma_(p, r, splat(4.1665795894e-2f));
+    p = fma_(p, r, splat(1.6666665459e-1f));
+    p = fma_(p, r, splat(5.0000001201e-1f));
+    p = fma_(p, r * r, r) + 1.0f;
+    vi scaled = (vi)p + (((vi)shifted - (vi)magic) << 23);
+    return (vf)(scaled & keep);
+}
+
+INLINE float exp1(float x) { return exp_(splat(x))[0]; }
+
+INLINE vf silu(vf v) { return v / (exp_(-v) + 1.0f); }
+
+/* Into the second level: the first has too few lines under way for the memory's latency. */
+INLINE void fetch(const void *p) { __builtin_prefetch(p, 0, 2); }
