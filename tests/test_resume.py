@@ -294,6 +294,13 @@ def test_a_write_that_fails_leaves_the_file_before_it(tmp_path: Path, monkeypatc
     assert record.load(tmp_path / "r.json") == made
 
 
+def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    made = fake({"baseline": Way(), "fast": Way(12.5, 4, (4,))}, repetitions=1)
+    (tmp_path / "null").symlink_to("/dev/null")
+    record.save(made, tmp_path / "null")
+    assert (tmp_path / "null").is_symlink() and Keeper(Path("/dev/null")).trouble is None
+
+
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, keeper = small({"fast": FAST}), Keeper(tmp_path / "r.json")
     with monkeypatch.context() as patched:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import tempfile
 from pathlib import Path
@@ -71,8 +70,14 @@ def writable(setting: str, path: Path) -> None:
     folder = path.resolve().parent
     require(folder.is_dir(), setting, str(path), "its folder does not exist; make it first or give another")
     require(not path.is_dir(), setting, str(path), "that is a folder; give a file's name")
-    there = path.exists()
-    require(os.access(path if there else folder, os.W_OK), setting, str(path), "it may not be written; give another")
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        raise SettingError(setting, str(path), f"it cannot be written ({error.strerror}); give another") from None
 
 
 def _unfinished(path: Path) -> bool:

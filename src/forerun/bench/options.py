@@ -103,7 +103,7 @@ class Options:
 
     def _only(self, name: str, fits: bool, remedy: str) -> None:
         value = getattr(self, name)
-        require(fits or value == getattr(DEFAULTS, name), _flag(name), hide(_plain(value)), remedy)
+        require(fits or value == getattr(DEFAULTS, name), _flag(name), _hidden(name, value), remedy)
 
 
 DEFAULTS = Options()
@@ -145,7 +145,8 @@ def words(options: Options) -> list[str]:
     for name, flag in FLAGS.items():
         value = getattr(options, name)
         said = value != getattr(DEFAULTS, name) or name in STATED
-        if not said or value is None or (options.trace is not None and name in ("tasks", "concurrency")):
+        without = (options.trace is not None and name == "tasks") or (name == "concurrency" and not value)
+        if not said or value is None or without:
             continue
         if value is True:
             found.append(flag)

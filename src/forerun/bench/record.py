@@ -8,6 +8,7 @@ schemas 1 and 2 are still read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import json
 import os
@@ -349,8 +350,12 @@ class RecordFile:
         self._batches += [_batch_text(batch) for batch in record.batches[len(self._batches) :]]
         # a lone surrogate, which a server may send, is written as JSON's escape of it
         data = (_text(record, self._batches) + "\n").encode("utf-8", "backslashreplace")
+        data = gzip.compress(data, 6, mtime=0) if self.path.suffix == ".gz" else data
+        if self.path.exists() and not self.path.is_file():
+            self.path.write_bytes(data)  # a device such as /dev/null, which is not to be replaced
+            return
         partial = self.path.with_name(self.path.name + ".part")
-        partial.write_bytes(gzip.compress(data, 6, mtime=0) if self.path.suffix == ".gz" else data)
+        partial.write_bytes(data)
         os.replace(partial, self.path)
 
 
@@ -415,14 +420,19 @@ def _from_1(value: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _shape(kind: Any) -> tuple[dict[str, Any], dict[str, dataclasses.Field[Any]]]:
+    """The types of a dataclass's fields, and the fields."""
+    return typing.get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
+
+
 def _build(kind: Any, value: Any) -> Any:
     """The value of JSON turned into `kind`, which is a dataclass or named tuple of this module, a tuple of something, or plain.
     Fields with a default may be absent."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
             raise SettingError("record", value, f"expected the fields of a {kind}")
-        hints = typing.get_type_hints(kind)
-        fields = {f.name: f for f in dataclasses.fields(kind)}
+        hints, fields = _shape(kind)
         for name in value:
             if name not in fields:
                 raise SettingError("record", name, f"unknown field; known are {', '.join(fields)}")
@@ -430,12 +440,13 @@ def _build(kind: Any, value: Any) -> Any:
             needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if needed and name not in value:
                 raise SettingError("record", name, "this field is missing; the file is cut off or was changed")
-        return kind(**{name: _build(hints[name], value[name]) for name in value})  # type: ignore[operator]
+        return kind(**{name: _build(hints[name], value[name]) for name in value})
     origin = typing.get_origin(kind)
     if kind is Chunk:
         return Chunk(*value)
     if origin is tuple:
-        return tuple(_build(typing.get_args(kind)[0], item) for item in value)
+        item = typing.get_args(kind)[0]
+        return tuple(value) if item in (int, float, str) else tuple(_build(item, one) for one in value)
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _build(next(a for a in typing.get_args(kind) if a is not type(None)), value)
     return value

@@ -106,8 +106,8 @@ class Server:
                 time.perf_counter() - begin,
                 memory_of_session(self._process.pid),
                 said.scheduler,
-                said.fallbacks,
-                said.warnings,
+                hide(said.fallbacks),
+                hide(said.warnings),
             )
 
     def _spawn(self) -> list[str]:
