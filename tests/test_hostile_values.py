@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
@@ -20,7 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from forerun import cli
+from forerun.bench.command import plan_of, subject_of
+from forerun.bench.options import Options
 from forerun.checks import LARGEST
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters.table import TABLE, Surroundings
@@ -650,3 +655,51 @@ def test_others_get_their_own_answers_whatever_is_asked_beside_them(
     found, refused, taken = answered(it, random.Random(f"{speculation} {fixed}"))
     assert found == alone and refused > 10 and taken > 10
     assert it.scheduler.pages.free == it.scheduler.pages.count
+
+
+# --- the command line's numbers -----------------------------------------------------------------------------------------
+
+NUMBERS = ("nan", "-inf", "1e400", "-1", "0", "2.5", "x", "", "9" * 25, "0,1")
+FINE = {  # of these, what is accepted
+    "generate --max-tokens": (), "generate --temperature": ("0", "2.5"), "generate --top-k": ("-1", "0"),
+    "generate --top-p": (), "generate --min-p": ("0",), "generate --repetition-penalty": ("2.5",),
+    "generate --presence-penalty": ("-1", "0"), "generate --frequency-penalty": ("-1", "0"),
+    "generate --seed": ("-1", "0", "9" * 25), "generate --max-model-len": (),
+    "bench --repetitions": (), "bench --warmups": ("0",), "bench --max-tokens": (), "bench --concurrency": ("",),
+    "bench --rate": ("2.5", ""), "bench --requests": (), "bench --samples": ("0",), "bench --seed": ("-1", "0", "9" * 25),
+    "bench --slots": (), "bench --timeout": (), "bench --connect-timeout": (), "bench --idle-timeout": (),
+    "bench --context": (), "bench --trace-speed": (),
+}  # fmt: skip
+
+
+def test_the_numbers_of_every_option_are_in_the_table() -> None:
+    for name in ("generate", "bench"):
+        hints = inspect.get_annotations(getattr(cli, name), eval_str=True).items()
+        options = {f"{name} --{field.replace('_', '-')}" for field, hint in hints if re.search(r"\b(int|float)\b", str(hint))}
+        assert options and options <= set(FINE), options - set(FINE)
+
+
+@pytest.mark.parametrize("option", FINE)
+def test_a_number_that_an_option_cannot_use_is_found_before_anything_is_loaded(option: str) -> None:
+    """An error names the option; what is accepted goes on to the model, which is not there."""
+    name, flag = option.split()
+    for text in NUMBERS:
+        asked = [name, *(["x"] if name == "generate" else []), "-m", "/nowhere/at/all", f"{flag}={text}"]
+        shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(cli.app, asked)
+        assert shown.exit_code == 2 and "Traceback" not in shown.stderr
+        said = shown.stderr
+        if text in FINE[option]:
+            assert "error: model='/nowhere/at/all'" in said
+        else:
+            assert re.search(rf"error: {flag[2:].replace('-', '_')}=|Invalid value for '{flag}'", said), (text, said)
+
+
+def test_a_run_of_too_many_prompts_says_how_many_would_do() -> None:
+    many = Options(tasks=("copy",), concurrency=(64,))
+    refusal(lambda: plan_of(many), "repetitions", "at most 7")
+    assert plan_of(replace(many, repetitions=7)).prompts_needed <= 512
+    more = Options(tasks=("copy",), concurrency=(8, 2048))
+    refusal(lambda: plan_of(more), "requests", "at most 28")
+    assert plan_of(replace(more, requests=28)).prompts_needed <= 512
+    refusal(lambda: subject_of(replace(many, slots=5000), plan_of(replace(many, requests=8))), "slots", "1024")
+    refusal(lambda: subject_of(more, plan_of(replace(more, requests=8))), "concurrency", "1024")

@@ -348,8 +348,11 @@ def required(check: Check) -> Any:
 
 
 def convert(settings: Any) -> None:
-    """Check and convert every field of a dataclass made of `setting` and `required`, in place. Raises SettingError."""
+    """Check and convert, in place, every field of a dataclass that is declared with `setting` or `required`. Raises
+    SettingError."""
     for field in dataclasses.fields(settings):
+        if not field.metadata:
+            continue
         value = getattr(settings, field.name)
         if value is None and not field.metadata["none"] and field.default is not dataclasses.MISSING:
             value = field.default

@@ -35,6 +35,7 @@ METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "prediction")
 PLANNED = ("eagle", "eagle3", "mtp", "dflash")  # methods of other engines that are not there yet
 NGRAM_DEFAULT = 5  # vLLM's: both look-up lengths unset means 5 and 5
 MOST_DRAFTED = 64  # num_speculative_tokens at most
+MOST_SEQUENCES = 1024  # max_num_seqs at most
 CACHED = 8192  # an example of kv_cache_tokens
 DTYPE = Choice(("auto", "float32", "bfloat16", "float16"))
 DEVICE = Choice(("auto", "cpu", "cuda"))
@@ -219,7 +220,7 @@ class EngineConfig:
     dtype: str = setting("auto", DTYPE)
     device: str = setting("auto", DEVICE)
     max_model_len: int | None = setting(None, Whole(2, LARGEST, 2048, ", or None for the model's"))
-    max_num_seqs: int = setting(32, Whole(1, 1024, 32))
+    max_num_seqs: int = setting(32, Whole(1, MOST_SEQUENCES, 32))
     max_num_batched_tokens: int | None = setting(None, Whole(1, LARGEST, 2048, ", or None for the device's default"))
     block_size: int = setting(16, _block_size)
     kv_cache_tokens: int | None = setting(None, Whole(1, 2**40, CACHED, ", or None for what there is room for"))

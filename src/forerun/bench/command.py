@@ -31,7 +31,8 @@ from forerun.bench.servers import Launch, Server, available_memory, memory_share
 from forerun.bench.sides import Embedded, Launched, Running, Side
 from forerun.bench.subject import Origin, Subject, random_ids
 from forerun.bench.workloads import Prompt, Task
-from forerun.checks import SettingError, require, whole
+from forerun.checks import LARGEST, SettingError, Whole, require, whole
+from forerun.config import MOST_SEQUENCES
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -45,7 +46,10 @@ GIBIBYTE = 1 << 30
 
 def loads_of(options: Options) -> tuple[Load, ...]:
     """A load for each concurrency and each rate, or the trace's alone. Raises SettingError."""
-    require(options.requests is None or options.requests >= 1, "requests", options.requests, "give 1 or more")
+    if options.requests is not None:
+        Whole(1, LARGEST, 16)("requests", options.requests)
+    for concurrency in options.concurrency:
+        Whole(1, LARGEST, 8)("concurrency", concurrency)
     if options.trace is not None:
         return (Load("trace", requests=options.requests or OPEN_LOOP_REQUESTS, speed=options.trace_speed),)
     closed = [Load("concurrency", c, requests=options.requests or c) for c in options.concurrency]
@@ -145,10 +149,13 @@ def _embedded(options: Options, plan: Plan) -> Subject:
     from forerun.models import hub
 
     candidates = arms.parse(options.arms or arms.DEFAULT_ARMS)
+    slots, sides_ = slots_of(options, plan), 1 + len(candidates)
+    name = "concurrency" if options.slots is None else "slots"
+    remedy = f"the engine in this process takes {MOST_SEQUENCES} requests at once at most; give slots={MOST_SEQUENCES}"
+    require(slots <= MOST_SEQUENCES, name, slots, remedy)
     loaded = LLM.load(options.model, options.dtype, options.device)
     gc.collect()
     gc.freeze()  # what is loaded stays: a collection that walks over it takes as long as several steps
-    slots, sides_ = slots_of(options, plan), 1 + len(candidates)
 
     def side(arm: arms.Arm) -> Side:
         def build() -> LLM:
@@ -284,7 +291,6 @@ def _running(options: Options, plan: Plan) -> Subject:
 def slots_of(options: Options, plan: Plan) -> int:
     """Requests that an engine takes at once: as many as are in flight, so that they wait nowhere."""
     if options.slots is not None:
-        require(options.slots >= 1, "slots", options.slots, "give 1 or more")
         return options.slots
     return max(load.concurrency if load.kind == "concurrency" else OPEN_LOOP_SLOTS for load in plan.loads)
 

@@ -14,7 +14,7 @@ from typing import Any
 from forerun.bench import workloads
 from forerun.bench.openai import Timeouts
 from forerun.bench.redaction import HIDDEN, hide, hide_command
-from forerun.types import SettingError, require
+from forerun.checks import LARGEST, SettingError, Whole, require
 
 LIMITS = Timeouts()
 
@@ -89,7 +89,9 @@ class Options:
         self._only("trace_speed", self.trace is not None, "it is for a recorded log; give --trace")
         self._only("tasks", self.trace is None, "a trace has requests of its own; leave --tasks out")
         self._only("prompts", self.trace is None, "a trace has requests of its own; leave --prompts out")
-        require(self.context >= 2, "context", self.context, "give 2 or more, for instance 4096")
+        Whole(2, LARGEST, 4096)("context", self.context)
+        if self.slots is not None:
+            Whole(1, LARGEST, 32)("slots", self.slots)
         _ = self.timeouts
         require(self.logs is None or self.logs.is_dir(), "logs", str(self.logs), "no such folder; make it first")
         if self.trace is not None:

@@ -10,7 +10,10 @@ from typing import NamedTuple
 from forerun.bench.load import arrivals
 from forerun.bench.record import Load
 from forerun.bench.workloads import Task
-from forerun.types import require
+from forerun.checks import LARGEST, Flag, Number, Seed, Whole, convert, require, setting
+
+RATE = Number(1e-4, 1e6, 2.0, also=" requests a second")
+SPEED = Number(1e-4, 1e6, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,41 +25,43 @@ class Plan:
 
     tasks: tuple[Task, ...]
     loads: tuple[Load, ...] = (Load(),)
-    repetitions: int = 8
-    warmups: int = 1
-    warmup_tokens: int = 32
-    max_tokens: int = 128
-    control: bool = False
-    seed: int = 0
+    repetitions: int = setting(8, Whole(1, LARGEST, 8))
+    warmups: int = setting(1, Whole(0, LARGEST, 1))
+    warmup_tokens: int = setting(32, Whole(1, LARGEST, 32))
+    max_tokens: int = setting(128, Whole(2, LARGEST, 128))
+    control: bool = setting(False, Flag())
+    seed: int = setting(0, Seed())
     trace: tuple[float, ...] = ()
-    samples: int = 0
+    samples: int = setting(0, Whole(0, LARGEST, 300, " (0: none)"))
 
     def __post_init__(self) -> None:
+        convert(self)
         require(bool(self.tasks), "tasks", (), "give at least one")
         require(bool(self.loads), "loads", (), "give at least one")
         labels = [load.label for load in self.loads]
         for label in labels:
             require(labels.count(label) == 1, "loads", label, "give each load once")
-        require(self.repetitions >= 1, "repetitions", self.repetitions, "give 1 or more, for instance 8")
-        require(self.warmups >= 0, "warmups", self.warmups, "give 0 or more, for instance 1")
-        require(self.warmup_tokens >= 1, "warmup_tokens", self.warmup_tokens, "give 1 or more, for instance 32")
-        require(self.max_tokens >= 2, "max_tokens", self.max_tokens, "give 2 or more, for instance 128")
-        require(self.samples >= 0, "samples", self.samples, "give 0 (none) or more, for instance 300")
         for load in self.loads:
-            require(load.requests >= 1, "requests", load.requests, "give 1 or more")
-            require(load.concurrency >= 1, "concurrency", load.concurrency, "give 1 or more")
-            rate = load.rate if load.kind == "poisson" else 1.0
-            require(rate is not None and rate > 0, "rate", load.rate, "give more than 0 requests a second, for instance 2")
-            require(load.speed > 0, "trace_speed", load.speed, "give more than 0, for instance 1")
+            if load.kind == "concurrency":
+                Whole(1, LARGEST, 8)("concurrency", load.concurrency)
+            elif load.kind == "poisson":
+                RATE("rate", load.rate)
+            else:
+                SPEED("trace_speed", load.speed)
+            Whole(1, LARGEST, 16)("requests", load.requests)
         for task in self.tasks:
-            needed = self.prompts_needed
-            require(
-                needed <= task.variants,
-                "repetitions",
-                self.repetitions,
-                f"with these warm-ups and loads that is {needed} prompts of the task {task.name}, which has {task.variants} "
-                "different ones; lower --repetitions, --concurrency or --requests",
-            )
+            self._enough(task)
+
+    def _enough(self, task: Task) -> None:
+        """Raise SettingError if the task has fewer different prompts than the run needs."""
+        each = sum(load.requests for load in self.loads)
+        needed, there, most = self.prompts_needed, task.variants, task.variants // each - self.warmups
+        why = f"with {self.warmups} warm-ups and {each} requests a round that is {needed} prompts of the task {task.name}, "
+        why += f"which has {there} different ones; "
+        if most >= 1:
+            require(needed <= there, "repetitions", self.repetitions, f"{why}give at most {most}, or fewer requests")
+        fewer = max(there // self.rounds // len(self.loads), 1)
+        require(needed <= there, "requests", each, f"{why}give at most {fewer} for each load, or fewer warm-ups")
 
     @property
     def rounds(self) -> int:
