@@ -182,13 +182,16 @@ def check(kernel, **constants):
     given = dict(
         logits="*fp32", temperatures="*fp64", min_ps="*fp64", top_ks="*i64", top_ps="*fp64", slots="*i64", seeds="*i64",
         positions="*i64", noise="*fp64", floors="*fp32", tops="*fp32", firsts="*i32", masses="*fp64", out="*i64", V="i32",
-        PER="i32",
+        PER="i32", L="i32", tokens="*i64", prompt_lens="*i64", repetitions="*fp32", presences="*fp32",
+        frequencies="*fp32", counts="*i32",
     )
     if kernel is sampling.uniform_kernel:
         given |= dict(out="*fp64", N="i32")
     types = {name: "constexpr" if name in constants else given[name] for name in kernel.arg_names}
     compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
 
+check(sampling.count_kernel, BLOCK=1024)
+check(sampling.penalise_kernel, BLOCK=2048)
 check(sampling.uniform_kernel, PURPOSE=1, LANES=128, PDL=1)
 for pdl in (0, 1):
     for noise in (False, True):
@@ -203,3 +206,31 @@ def test_the_kernels_compile_for_hopper() -> None:
     bare = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=bare, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_penalties_are_those_of_the_twin(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows with any of the three penalties or none, at positions in the prompt, the output and drafts behind it; what lies
+    behind a position in the pool counts for nothing, whatever it is."""
+    monkeypatch.setattr(sampling, "HISTORY_BLOCK", 16)
+    at = torch.Generator().manual_seed(seed)
+    slots, context, vocab, per = 6, 50, 30, 3
+    tokens = torch.randint(0, vocab, (slots, context), generator=at).to(DEVICE)
+    state = SamplingState(tokens, torch.full((slots,), 40, device=DEVICE), vocab)
+    state.prompt_len.copy_(torch.randint(1, 30, (slots,), generator=at))
+    state.repetition.copy_(torch.tensor([1.0, 1.3, 1.0, 0.7, 1.0, 2.0]))
+    state.presence.copy_(torch.tensor([0.0, 0.0, 1.5, -0.5, 0.0, 0.3]))
+    state.frequency.copy_(torch.tensor([0.0, 0.0, 0.0, 0.4, -1.0, 1.0]))
+    slot = torch.tensor([3, 0, 5, 1, 2, 4], device=DEVICE)
+    positions = torch.randint(0, context - per, (slots, 1), generator=at) + torch.arange(per)
+    positions = positions.flatten().to(DEVICE)
+    logits = torch.randn(slots * per, vocab, generator=at).to(DEVICE)
+    want = state.shape(logits, slot.repeat_interleave(per), positions + 1, Features(penalties=True))
+    last = positions.view(slots, per)[:, -1].tolist()
+    for own, end in zip(slot.tolist(), last, strict=True):
+        tokens[own, end + 1 :] = torch.tensor([-1, 10**6])[torch.arange(context - end - 1) % 2].to(DEVICE)
+    got = logits.clone()
+    by = (state.repetition, state.presence, state.frequency)
+    sampling.penalise(got, slot, positions, tokens, state.prompt_len, *by)
+    assert torch.allclose(got, want, atol=1e-6) and not torch.equal(got, logits)
+    assert torch.equal(got[per : 2 * per], logits[per : 2 * per])  # no penalty

@@ -17,8 +17,10 @@ if torch.cuda.is_available():
     pytest.skip("tests/test_device.py captures there", allow_module_level=True)
 
 from forerun.config import EngineConfig, Speculation
+from forerun.drafters.draft_model import DeviceDraftModel
 from forerun.drafters.ngram import DeviceNgram
 from forerun.engine import engine as engines
+from forerun.engine import graphs
 from forerun.engine.body import Body, Key, PromptKey, Report
 from forerun.engine.engine import Engine
 from forerun.engine.fixed import FixedStep
@@ -173,3 +175,56 @@ def test_warming_up_captures_what_greedy_requests_need(monkeypatch: pytest.Monke
     assert shapes == {(1, 0, None), (1, 3, None), (2, 0, None), (2, 3, None)} == set(it.graphs.costs)
     answers(it, [request("a", [5, 6, 5, 6], 4), request("b", [7, 8, 7, 8], 3)])
     assert set(it.graphs._graphs) == before
+
+
+def test_captured_steps_with_drawn_drafts_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filters of the target are found without sorting there; one request fills its pages, so that another is preempted."""
+    settings = {"method": "draft_model", "model": "x", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
+    speculation = Speculation.parse(settings | {"rejection_sample_method": "block"})
+    requests = [
+        request("a", [5, 6, 7], 12, temperature=0.9, top_p=0.8),
+        request("bb", [4, 4], 12, temperature=0.7, top_k=5, min_p=0.01, presence_penalty=0.3),
+        request("ccc", [9, 8], 5),
+    ]
+    config = EngineConfig(max_model_len=24, max_num_seqs=2, kv_cache_tokens=24, block_size=8, speculation=speculation)
+    seen = []
+    for captured in (False, True):
+        monkeypatch.setattr(engines, "captures", lambda target, captured=captured: captured)
+        monkeypatch.setattr(engines, "Graphs", Repeated)
+
+        def make(slots, mirror, sampling, kv, fixed, captured=captured):  # type: ignore[no-untyped-def]
+            model = target(captured)
+            return DeviceDraftModel(model, model.kv_cache(kv.pages, kv.block_size), slots, sampling, 13, True)
+
+        it = Engine(target(captured), config, make, NoText, fixed=True)
+        found = answers(it, requests)
+        ids = {name: [token for event in events for token in event.tokens] for name, events in found.items()}
+        seen.append((ids, it.stats.drafts.drafted, it.stats.drafts.accepted, it.stats.preemptions))
+        assert it.stats.drafts.accepted > 0 and it.stats.preemptions > 0
+    assert seen[0] == seen[1]
+
+
+def test_rare_steps_are_captured_only_if_they_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once an engine is warm, requests with penalties, bans, filters and logprobs of any kind wait for few captures: of each
+    shape three kinds of sampling, and logprobs of two sizes."""
+    monkeypatch.setattr(engines, "captures", lambda target: True)
+    monkeypatch.setattr(engines, "Graphs", Repeated)
+    monkeypatch.setattr(graphs, "UNCAPTURED", 2)
+    config = EngineConfig(max_model_len=40, max_num_seqs=1, kv_cache_tokens=64, block_size=8)
+    it = Engine(target(True), config, lambda *_: None, NoText, fixed=True)
+    it.warm_up()
+    assert it.graphs is not None
+    before = set(it.graphs._graphs)
+    kinds = [
+        {"temperature": 1.0, "top_p": 0.7, "min_p": 0.1}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0, 4: 2.0}},
+        {"logprobs": 0}, {"logprobs": 7},
+    ]  # fmt: skip
+    plain = Engine(target(False), config, lambda *_: None, NoText, fixed=False)
+    for i, params in enumerate(kinds):
+        one = request("a" * (i + 1), [5, 6, 7], 4, **params)
+        got, want = answers(it, [one]), answers(plain, [one])
+        assert [t for e in got[one.id] for t in e.tokens] == [t for e in want[one.id] for t in e.tokens]
+        if i == 0:
+            assert set(it.graphs._graphs) == before
+    more = {(key.rows, key.features, key.top) for key in set(it.graphs._graphs) - before if isinstance(key, Key)}
+    assert len(more) == 2 and {key[2] for key in more} == {-1, 20}

@@ -116,7 +116,10 @@ class Lives:
 
 
 class Body:
-    """What one step does to the rows of some slots, all on the device."""
+    """What one step does to the rows of some slots, all on the device. classes: the features of which steps are captured before
+    the first request."""
+
+    classes: tuple[Features, ...] = (GREEDY,)
 
     def __init__(
         self,
@@ -216,8 +219,17 @@ class Body:
     def _shaped(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The logits under biases, bans and penalties, and the slot of each of their rows; positions: [N], of which each of
         the slots [B] has as many."""
-        every = slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
+        every = self._every(slot, positions)
         return self.sampling.shape(logits, every, positions + 1, key.features), every
+
+    @staticmethod
+    def _every(slot: Tensor, positions: Tensor) -> Tensor:
+        """The slot of each position."""
+        return slot.repeat_interleave(len(positions) // max(len(slot), 1), output_size=len(positions))
+
+    def _target(self, key: Key | PromptKey, slot: Tensor, every: Tensor, shaped: Tensor) -> Tensor:
+        """The target's distribution at each position, [B(W+1),V]. every: [B(W+1)], their slots."""
+        return self.sampling.probs(shaped, every, key.features)
 
     def _verify(
         self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor, draft: Draft, start: Tensor | None
@@ -236,7 +248,7 @@ class Body:
     ) -> Verdict:
         """What the rule for drafts with probabilities makes of the draft."""
         shaped, every = self._shaped(key, slot, positions, logits)
-        target = self.sampling.probs(shaped, every, key.features).view(len(slot), draft.tokens.shape[1] + 1, -1)
+        target = self._target(key, slot, every, shaped).view(len(slot), draft.tokens.shape[1] + 1, -1)
         broken = self.sampling.broken(shaped).view(len(slot), -1)
         return accept_drawn(self._accept, target, broken, draft, self.sampling.seed[slot], start)
 

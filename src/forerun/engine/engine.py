@@ -30,7 +30,7 @@ from forerun.engine.text import Detokenizer, TextStream
 from forerun.kernels.cpu import isa_of
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
-from forerun.verify.sampling import SamplingState, check_request
+from forerun.verify.sampling import Features, SamplingState, check_request
 
 LOG = logging.getLogger("forerun")
 MEASURED = 64  # positions up to which the cost of a step is measured
@@ -159,21 +159,27 @@ class Engine:
                 self.graphs.capture(key)
 
     def warm_up(self) -> None:
-        """Before the first request: capture the steps of greedy decoding, and its prompts, where there are graphs; else, if
-        drafts are to be no longer than pays, find out what steps cost."""
+        """Before the first request: capture the steps of greedy and of sampled decoding, and their prompts, where there are
+        graphs; else, if drafts are to be no longer than pays, find out what steps cost."""
         speculation = self.config.speculation
         if isinstance(self._step, FixedStep):
             if self.graphs is not None:
-                for key in self._prompt_keys(self._step.prompt_sizes):
-                    self.graphs.capture(key)
-                for rows in self._step.sizes[::-1]:
-                    for width in self._step.widths[::-1]:
-                        self.graphs.capture(Key(rows, width))
-                    for drafts in self._step.shared_drafts(rows):
-                        self.graphs.capture(Key(rows, self._step.width, drafts=drafts))
+                for features in self.graphs.body.classes:
+                    self._capture(self.graphs, self._step, features)
+                self.graphs.warm = True
         elif speculation is not None and self.scheduler.policy.adaptive:
             most = min(MEASURED, self.max_model_len)
             self.scheduler.policy.costs = Costs(step_costs(self._step.target, self._step.compute, most))
+
+    def _capture(self, graphs: Graphs, step: FixedStep, features: Features) -> None:
+        """All shapes of prompts and steps that use these features and report no logprobs."""
+        for key in self._prompt_keys(step.prompt_sizes):
+            graphs.capture(key._replace(features=features))
+        for rows in step.sizes[::-1]:
+            for width in step.widths[::-1]:
+                graphs.capture(Key(rows, width, features))
+            for drafts in step.shared_drafts(rows):
+                graphs.capture(Key(rows, step.width, features, drafts=drafts))
 
     def _prompt_keys(self, given: PromptSizes | None) -> list[PromptKey]:
         """The launches of prompts that may come, the largest first, in whose memory the others then find room."""

@@ -259,7 +259,7 @@ class FixedStep:
         sequences = [row.sequence for row in rows]
         if sequences != self._last[0]:
             wanted = [top for row in rows if (top := row.sequence.request.params.logprobs) is not None]
-            top = next(n for n in (-1, 0, 5, 20, 100) if n >= max(wanted, default=-1))
+            top = next(n for n in (-1, 20, 100) if n >= max(wanted, default=-1))
             self._last = (sequences, (self.body.features([s.slot for s in sequences]), top))
         return self._last[1]
 

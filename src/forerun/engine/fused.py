@@ -10,14 +10,19 @@ from functools import cached_property
 from torch import Tensor
 
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.body import NEXT_DRAFT, Body, Key, PromptKey
+from forerun.engine.body import GREEDY, NEXT_DRAFT, Body, Key, PromptKey
 from forerun.kernels import Batch, cuda_sampling, cuda_step
 from forerun.kernels.cuda import CudaKernels
 from forerun.types import Draft, Verdict
 from forerun.verify.sampling import Features
 
+SAMPLED = Features(sampled=True, min_p=True, top_k=1, top_p=True, unbounded=True)
+EVERYTHING = SAMPLED._replace(penalties=True, bias=True, banned=True, min_tokens=True)
+
 
 class FusedBody(Body):
+    classes = (GREEDY, SAMPLED)
+
     @cached_property
     def _kernels(self) -> CudaKernels:
         assert isinstance(self.target.kernels, CudaKernels)
@@ -32,6 +37,11 @@ class FusedBody(Body):
         slots, lives = self.slots, self.lives
         ends, drafts = (lives.limit, lives.alive, lives.stop_ids), (lives.draft, lives.draft_size)
         return cuda_step.Pool(slots.tokens, slots.length, *ends, slots.block_table, *drafts)
+
+    @cached_property
+    def _filters(self) -> cuda_sampling.Filters:
+        sampling = self.sampling
+        return cuda_sampling.Filters(sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p)
 
     @cached_property
     def _look_up(self) -> cuda_step.LookUp | None:
@@ -55,10 +65,25 @@ class FusedBody(Body):
         return Draft(self.lives.draft[:0], laid.size), batch, laid.owner, laid.x
 
     def features(self, slots: Iterable[int]) -> Features:
-        """Which filters are on, and how wide, is found out row by row: one graph for all of them."""
+        """One of three: what a row has of filters, penalties and bans is found out row by row, so that few graphs serve all."""
         found = super().features(slots)
-        weighed = self.lives.draft_probs is not None
-        return found._replace(min_p=True, top_k=1, top_p=True, unbounded=True) if found.filtered and not weighed else found
+        return EVERYTHING if found.shaped else SAMPLED if found.sampled else GREEDY
+
+    def _shaped(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        every = self._every(slot, positions)
+        if not key.features.shaped:
+            return logits, every
+        sampling = self.sampling
+        out = sampling.shape(logits, every, positions + 1, key.features._replace(penalties=False))
+        if key.features.penalties:
+            out = logits.clone() if out is logits else out
+            by = (sampling.repetition, sampling.presence, sampling.frequency)
+            cuda_sampling.penalise(out, slot, positions, sampling.tokens, sampling.prompt_len, *by)
+        return out, every
+
+    def _target(self, key: Key | PromptKey, slot: Tensor, every: Tensor, shaped: Tensor) -> Tensor:
+        floor = cuda_sampling.slot_floors(shaped, slot, self._filters)[:, None] if key.features.filtered else None
+        return self.sampling.probs(shaped, every, key.features, floor)
 
     def _choose(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         features, sampling = key.features, self.sampling
@@ -66,8 +91,7 @@ class FusedBody(Body):
             logits, _ = self._shaped(key, slot, positions, logits)
         if not features.sampled:
             return self._kernels.argmax(logits)
-        by = cuda_sampling.Filters(sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p)
-        return cuda_sampling.choose(logits, slot, positions, sampling.seed, by, features.filtered, self._pdl)
+        return cuda_sampling.choose(logits, slot, positions, sampling.seed, self._filters, features.filtered, self._pdl)
 
     def _commit(self, slot: Tensor, draft: Draft, tokens: Tensor, verdict: Verdict | None) -> Tensor:
         if verdict is not None:

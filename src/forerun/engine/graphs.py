@@ -15,6 +15,7 @@ from forerun.device import send_integers
 from forerun.engine.body import Body, Key, PromptKey, Report
 from forerun.models.decoder import Target
 
+UNCAPTURED = 16  # times that a rare step is launched operation by operation before it is worth the time that capturing takes
 TYPICAL = 512  # tokens of a sequence for which steps are timed
 
 
@@ -44,6 +45,8 @@ class Graphs:
         self._now: dict[tuple[int, int], tuple[list[int], ...]] = {}  # what these hold
         self._shared: tuple[Any, torch.cuda.Stream] | None = None  # the graphs' memory pool, the stream they are recorded on
         self._grown = body.sampling.grown
+        self._uses: dict[Key | PromptKey, int] = {}  # of steps that are not captured
+        self.warm = False  # what is common is captured: from now on requests wait for a capture only if its step comes often
 
     def run(self, key: Key | PromptKey, *given: list[int]) -> Report:
         """Launch a step (given: the slots, and what each may draft at most) or prompts (given: as Body.prefill takes it). What
@@ -52,6 +55,9 @@ class Graphs:
             self._graphs = {key: graph for key, graph in self._graphs.items() if not key.features.shaped}
             self._grown = self.body.sampling.grown
         if key not in self._graphs:
+            self._uses[key] = self._uses.get(key, 0) + 1
+            if self.warm and self._uses[key] <= UNCAPTURED:
+                return self.body.launch(key, send_integers(list(given), self.device))
             self.capture(key)
         shape = (len(given), key.rows)
         if self._now.get(shape) != given:

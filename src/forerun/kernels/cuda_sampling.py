@@ -26,6 +26,7 @@ from forerun.verify.sampling import BROKEN
 DRAW_BLOCK = 2048  # logits that a program adds up; a draw rounds alike in every batch only if this never changes
 FLOOR_BLOCK = 8192  # logits that a floor's program looks at together; with so many warps they just fit its registers
 FLOOR_WARPS = 16
+HISTORY_BLOCK = 1024  # tokens of a history that a program counts
 
 
 class Filters(NamedTuple):
@@ -232,6 +233,57 @@ def draw_kernel(
     tl.store(out + row, choice.to(tl.int64))
 
 
+@triton.jit(do_not_specialize=["L", "PER"])
+def count_kernel(
+    slots, positions, tokens, prompt_lens, repetitions, presences, frequencies, counts, V, L, PER, BLOCK: tl.constexpr
+):
+    """What the history of a position holds of each token: bit 0, whether it occurs at all; above it, how often in the output.
+    A program for BLOCK tokens of the history; those behind its end have nothing to do."""
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    slot = tl.load(slots + row // PER)
+    end = tl.load(positions + row) + 1
+    some = (tl.load(repetitions + slot) != 1) | (tl.load(presences + slot) != 0) | (tl.load(frequencies + slot) != 0)
+    if some & (start < end):
+        at = start + tl.arange(0, BLOCK)
+        token = tl.load(tokens + slot * L + at, mask=at < end, other=-1)
+        there = (token >= 0) & (token < V)  # past a draft's size there may be anything
+        output = there & (at >= tl.load(prompt_lens + slot))
+        to = counts + row * V + token
+        tl.atomic_or(to, tl.full((BLOCK,), 1, tl.int32), mask=there, sem="relaxed")
+        tl.atomic_add(to, tl.full((BLOCK,), 2, tl.int32), mask=output, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["PER"])
+def penalise_kernel(slots, repetitions, presences, frequencies, counts, logits, V, PER, BLOCK: tl.constexpr):
+    """BLOCK logits of a row, in place."""
+    row, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row // PER)
+    held = tl.load(counts + row * V + v, mask=v < V, other=0)
+    if tl.max(held, 0) > 0:
+        repetition, count = tl.load(repetitions + slot), (held >> 1).to(tl.float32)
+        x = tl.load(logits + row * V + v, mask=v < V, other=0.0)
+        value = tl.where(x > 0, x / repetition, x * repetition)
+        value = value - tl.load(frequencies + slot) * count - tl.where(count > 0, tl.load(presences + slot), 0.0)
+        tl.store(logits + row * V + v, value, mask=(v < V) & (held > 0))
+
+
+def penalise(
+    logits: Tensor, slot: Tensor, positions: Tensor, tokens: Tensor, prompt_len: Tensor, repetition: Tensor, presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """The penalties of verify/sampling.py on logits [B(W+1),V] float32, in place. slot: [B] int64; positions: [B(W+1)]
+    int64, of the tokens that were read, whose history reaches up to and with them; tokens: [S,L] int64, the token pool;
+    prompt_len: [S] int64; the penalties: [S] float32. Reads of each row's history what there is, not the whole pool."""
+    total, vocab = logits.shape
+    counts = torch.zeros(total, vocab, dtype=torch.int32, device=logits.device)
+    per, context = total // max(len(slot), 1), tokens.shape[1]
+    by = (repetition, presence, frequency)
+    count_kernel[(total, triton.cdiv(context, HISTORY_BLOCK))](
+        slot, positions, tokens, prompt_len, *by, counts, vocab, context, per, HISTORY_BLOCK, num_warps=4
+    )
+    penalise_kernel[(total, triton.cdiv(vocab, DRAW_BLOCK))](slot, *by, counts, logits, vocab, per, DRAW_BLOCK, num_warps=4)
+
+
 def uniform(seed: Tensor, slot: Tensor, position: Tensor, purpose: int, pdl: int = 0) -> Tensor:
     """noise.uniform with the slots' seeds. seed: [S] int64; slot, position: [N] int64 -> [N] float64"""
     out = seed.new_empty(len(slot), dtype=torch.float64)
@@ -244,6 +296,12 @@ def floors(logits: Tensor, by: Filters, pdl: int = 0) -> Tensor:
     """The smallest logit that the filters keep of each row, -inf where nothing is filtered or the temperature is 0.
     logits: [N,V] float32; by: a value for each row -> [N] float32"""
     return _floors(logits, by, None, 1, pdl)
+
+
+def slot_floors(logits: Tensor, slot: Tensor, by: Filters, pdl: int = 0) -> Tensor:
+    """The same for rows that belong to slots. logits: [B(W+1),V] float32; slot: [B] int64; by: a value for each slot
+    -> [B(W+1)] float32"""
+    return _floors(logits, by, slot, len(logits) // max(len(slot), 1), pdl)
 
 
 def draw_tempered(logits: Tensor, temperature: Tensor, u: Tensor, pdl: int = 0) -> Tensor:
@@ -262,7 +320,7 @@ def choose(
     min_p, top_k and top_p make of the logits. logits: [B(W+1),V] float32; slot: [B] int64; positions: [B(W+1)] int64, of
     the tokens that were read, so that the chosen one stands one further; seed: [S] int64; by: a value for each slot
     -> [B(W+1)] int64"""
-    kept = _floors(logits, by, slot, len(logits) // max(len(slot), 1), pdl) if filtered else None
+    kept = slot_floors(logits, slot, by, pdl) if filtered else None
     return _draw(logits, by.temperature, slot, positions, seed, None, kept, pdl)
 
 

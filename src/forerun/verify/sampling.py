@@ -23,6 +23,7 @@ from forerun.verify import filters
 from forerun.verify.noise import CHOOSE, draw, draw_row, signed, uniform
 
 BAN = -100.0  # a logit_bias this low bans the token
+ROOM = (64, 16, (16, 8))  # on a device: biases, held-off stops and banned sequences (and their tokens) of a slot at first
 BROKEN = -1  # in place of a token: the logits that it would be chosen from hold a NaN or an infinite largest value
 
 
@@ -108,12 +109,13 @@ class SamplingState:
         self.repetition, self.presence, self.frequency = (self._single[i] for i in range(3))
         self.top_p.fill_(1)
         self.repetition.fill_(1)
-        self.bias_ids = torch.zeros(count, 1, dtype=torch.int64, device=device)  # [S,N], unused: token 0 with bias 0
-        self.bias_values = torch.zeros(count, 1, device=device)  # [S,N]
-        self.stop_ids = torch.full((count, 1), -1, dtype=torch.int64, device=device)  # [S,M], unused: -1
-        self.banned = torch.full((count, 1, 2), -1, dtype=torch.int64, device=device)  # [S,W,Lw], right-aligned, unused: -1
-        self.grown = 0
         self.host = device.type == "cpu"
+        biases, stops, banned = (1, 1, (1, 2)) if self.host else ROOM
+        self.bias_ids = torch.zeros(count, biases, dtype=torch.int64, device=device)  # [S,N], unused: token 0 with bias 0
+        self.bias_values = torch.zeros(count, biases, device=device)  # [S,N]
+        self.stop_ids = torch.full((count, stops), -1, dtype=torch.int64, device=device)  # [S,M], unused: -1
+        self.banned = torch.full((count, *banned), -1, dtype=torch.int64, device=device)  # [S,W,Lw], right-aligned, unused: -1
+        self.grown = 0
         self._features = [Features()] * count
         self._listed: set[int] = set()  # slots that have entries in the tables above
 
@@ -199,9 +201,11 @@ class SamplingState:
             self._listed.remove(slot)
 
     def _widen(self, table: Tensor, size: tuple[int, ...], fill: int) -> Tensor:
-        """The table [S, ...] with at least this size behind S. Last dimension padded on its left where there are two
+        """The table [S, ...] with at least this size behind S, by powers of two, so that it seldom grows. Last
+        dimension padded on its left where there are two
         (sequences are right-aligned), on its right where there is one."""
-        more = [max(want - have, 0) for want, have in zip(size, table.shape[1:], strict=True)]
+        powers = [1 << (want - 1).bit_length() for want in size]
+        more = [max(want - have, 0) for want, have in zip(powers, table.shape[1:], strict=True)]
         if not any(more):
             return table
         self.grown += 1
@@ -263,8 +267,9 @@ class SamplingState:
         value = value - frequency * count - presence * (count > 0)
         out.scatter_(1, history, value)
 
-    def probs(self, shaped: Tensor, slot: Tensor, features: Features) -> Tensor:
-        """The target's distribution after temperature, min_p, top_k and top_p; [N,V], [N] -> [N,V] float32. Greedy rows
+    def probs(self, shaped: Tensor, slot: Tensor, features: Features, floor: Tensor | None = None) -> Tensor:
+        """The target's distribution after temperature, min_p, top_k and top_p; [N,V], [N] -> [N,V] float32. floor: [N,1], the
+        smallest logits that the filters leave, if the caller has them. Greedy rows
         are one-hot at the argmax, and so is a row whose logits are `broken`."""
         best = torch.zeros_like(shaped).scatter_(1, shaped.argmax(-1, keepdim=True), 1.0)
         if not features.sampled:
@@ -274,7 +279,8 @@ class SamplingState:
         top = shaped.amax(-1, keepdim=True)
         scaled = (shaped - top) / heat.to(shaped.dtype)  # largest 0: no temperature overflows
         if features.filtered:
-            scaled = torch.where(shaped >= self._floor(shaped, slot, heat, features), scaled, -math.inf)
+            floor = self._floor(shaped, slot, heat, features) if floor is None else floor
+            scaled = torch.where(shaped >= floor, scaled, -math.inf)
         return torch.where((temperature > 0) & top.isfinite(), scaled.softmax(-1), best)
 
     @staticmethod
