@@ -264,14 +264,20 @@ def live(seed: int, seen: set[str]) -> None:
                     given_up = True
                     if rng.random() < 0.3:
                         for name in lives:
-                            owner.abort(name)
+                            undisturbed(lambda name=name: owner.abort(name), interrupted)  # type: ignore[misc]
                         continue
                     break
             if rng.random() < 0.5:
-                stream.close()
+                undisturbed(stream.close, interrupted)
             del stream
             for name, answer in answers.items():
                 check(name, answer, lives[name], given_up)
+
+    def undisturbed(work: Callable[[], object], interrupted: Callable[[], bool]) -> None:
+        try:
+            work()
+        except KeyboardInterrupt:  # after it, or it is made up for before the next step
+            assert interrupted()
 
     def guarded(number: int, interrupted: Callable[[], bool]) -> None:
         try:
