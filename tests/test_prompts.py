@@ -156,7 +156,7 @@ def test_empty_rows_and_padding_leave_no_trace(target: Target, kernels: str, emp
     real = [i for i, row in enumerate(rows) if row[3]]
     told = [0, 2, 3]
     assert torch.equal(padded.tokens[real], report.tokens[told]) and torch.equal(padded.counts[real], report.counts[told])
-    assert padded.counts[real].tolist() == [[1, 0, 0]] * 3
+    assert padded.counts[real].tolist() == [[1, 0, 0, 0, 0]] * 3
     assert padded.counts[[i for i in range(len(rows)) if i not in real]].eq(0).all()
     assert padded.noted is not None and report.noted is not None
     torch.testing.assert_close(padded.noted[0][real], report.noted[0][told])
