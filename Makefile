@@ -1,6 +1,6 @@
 # Everything happens in .venv. Nothing is installed again unless pyproject.toml changes.
 #
-#   make demo    install, fetch the default model, and measure whether speculation pays on this machine
+#   make demo    install, fetch the default model, and measure within five minutes whether speculation pays on this machine
 #   make test    the tests
 #   make check   what has to pass before a change is merged: lint, types, tests
 #

@@ -23,12 +23,15 @@ from forerun import __version__, textfile
 from forerun.checks import SettingError, require, written
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Coroutine, Iterator, Mapping, Sequence
 
     from rich.console import Console
 
+    from forerun.bench.command import Limit
     from forerun.bench.options import Options
+    from forerun.bench.plan import Plan
     from forerun.bench.record import Record
+    from forerun.bench.subject import Subject
     from forerun.engine.stats import DraftStats
     from forerun.llm import Output
 
@@ -39,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Lossless speculative decoding, and the measurements that say whether it pays.\n\n"
-    "`forerun bench` answers the question on this machine in about two minutes, `forerun report` shows the answer again; "
+    "`forerun bench` answers the question on this machine within five minutes, `forerun report` shows the answer again; "
     "`forerun generate` continues a text; `forerun models` lists what is here.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -579,6 +582,17 @@ def bench(
             help="The record: every raw sample, settings, versions, machine. It is written after each batch.",
         ),
     ] = None,
+    budget_minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--budget-minutes",
+            metavar="MINUTES",
+            rich_help_panel=RUN,
+            show_default="4 where none of -r, -n, --tasks and the options of the load are given; otherwise no limit",
+            help="Take no longer than that: with fewer repetitions, shorter answers and fewer tasks, as far as they are not "
+            "given. 0: no limit.",
+        ),
+    ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -599,8 +613,8 @@ def bench(
 
     Each task is run with no drafter (the baseline) and with each arm, in the order A B C, C B A, on prompts that differ
     between repetitions and are the same for every arm. For each there is a speed-up with its 95 % interval, where it comes
-    from, whether the greedy answers stayed the same, and a verdict: faster, slower, no difference or not enough data. Takes
-    two to three minutes on two cores with the defaults.
+    from, whether the greedy answers stayed the same, and a verdict: faster, slower, no difference or not enough data. How
+    long it takes is said before it begins; without options it is fitted to four minutes.
 
     **Examples**
 
@@ -661,16 +675,18 @@ def bench(
             idle_timeout_s=idle_timeout,
             tokenizer=tokenizer,
         )
-        earlier = None
+        given, earlier = _given(ctx, options), None
+        limit = _limit(budget_minutes, given)
         if resume is not None:
-            earlier = _record(resume)
+            require(budget_minutes is None, "budget_minutes", budget_minutes, "a run is resumed as it was begun; leave it out")
+            earlier, limit = _record(resume), _limit(0.0, given)
             known = bool(earlier.settings.options)
             require(known, "resume", str(resume), "it is of a version that could not resume; measure anew")
-            options = resumed(earlier.settings.options, _given(ctx, options))
+            options = resumed(earlier.settings.options, given)
         options.check()
         wanted = _Outputs(markdown, html, tuple(ci or ()), junit)
         path = output or resume or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.json")
-        _execute(options, earlier, path, wanted, Console())
+        _execute(options, earlier, limit, path, wanted, Console())
 
 
 @app.command()
@@ -772,7 +788,25 @@ def _given(ctx: typer.Context, options: Options) -> dict[str, Any]:
     return {name: getattr(options, name) for p in names if hasattr(options, name := fields.get(p, p))}
 
 
-def _execute(options: Options, earlier: Record | None, path: Path, wanted: _Outputs, console: Console) -> None:
+def _limit(minutes: float | None, given: Mapping[str, Any]) -> Limit:
+    """What a run may take, and what may be made smaller for that: what the user has not chosen."""
+    from forerun.bench.budget import DEFAULT_MINUTES
+    from forerun.bench.command import Limit
+
+    chosen = minutes is not None
+    if minutes is None:
+        own = ("repetitions", "max_tokens", "tasks", "prompts", "trace", "rates", "concurrency", "requests", "samples")
+        minutes = 0.0 if given.keys() & own else DEFAULT_MINUTES
+    require(0 <= minutes < 1e6, "budget_minutes", minutes, f"give 0 (no limit) or more, for instance {DEFAULT_MINUTES:g}")
+    may = frozenset({"repetitions", "max_tokens", "tasks"} - given.keys())
+    all_given = chosen and bool(minutes) and not may
+    require(not all_given, "budget_minutes", minutes, "-r, -n and --tasks leave nothing to shorten; leave one of them out")
+    return Limit(60 * minutes or None, may)
+
+
+def _execute(
+    options: Options, earlier: Record | None, limit: Limit, path: Path, wanted: _Outputs, console: Console
+) -> None:
     """Measure what the options ask for, or what an earlier part of that left over; write the record and what else is wanted."""
     from forerun.bench import command, progress, words
     from forerun.bench.keeping import Keeper
@@ -793,8 +827,12 @@ def _execute(options: Options, earlier: Record | None, path: Path, wanted: _Outp
         _tell(f"Note: {long}")
     _tell(f"Record: {path}, written after each batch. If the run is interrupted, go on with: {keeper.resume}")
     try:
-        with progress.watcher(console) as watcher:
-            measured = command.measure(plan, subject, watcher, keeper.write, earlier)
+        with progress.watcher(console) as course:
+
+            def prepare(plan: Plan, subject: Subject) -> Coroutine[Any, Any, tuple[Plan, Subject]]:
+                return command.prepare(options, plan, subject, limit, course, _tell)
+
+            measured = command.measure(plan, subject, course, keeper.write, earlier, prepare)
     except BaseException:
         if keeper.saved:
             _tell(f"What was measured until then is in {keeper.close()}. Go on with: {keeper.resume}")

@@ -14,16 +14,19 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.bench import addresses, arms, launching, machine, run, traces, workloads
+from forerun.bench import addresses, arms, budget, launching, machine, run, traces, workloads
 from forerun.bench.arms import BASELINE, CONTROL
 from forerun.bench.launching import ServedArm
 from forerun.bench.openai import DIALECTS, Address, check_body
 from forerun.bench.options import Options, asked, words
 from forerun.bench.plan import Plan, fingerprint
+from forerun.bench.progress import Course
 from forerun.bench.record import Load, Record
 from forerun.bench.redaction import hide, hide_command, remember, secrets_of
 from forerun.bench.run import Watcher
@@ -416,10 +419,51 @@ def resumable(record: Record, subject: Subject) -> None:
     require(not differing, "resume", "; ".join(differing), "another run is no part of this one; measure it on its own")
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How long a run may take: seconds, None for as long as it takes. may: what of repetitions, max_tokens and tasks may
+    become smaller for that."""
+
+    seconds: float | None = None
+    may: frozenset[str] = frozenset()
+
+
+async def prepare(
+    options: Options, plan: Plan, subject: Subject, limit: Limit, course: Course, tell: Callable[[str], None]
+) -> tuple[Plan, Subject]:
+    """Measure the baseline's pace, fit the plan into the limit, and say how long it will take. The subject tells the record
+    what it came to."""
+    course.doing("measuring the pace of plain decoding")
+    pace = await budget.pace_of(plan, subject, time.perf_counter)
+    if isinstance(pace, budget.Failed):
+        tell(f"How long this run takes is not known, for the first request failed: {hide(pace.reason)}")
+        return plan, described(subject, options, plan)
+    sides, together = len(subject.sides), subject.together
+    smaller = plan if limit.seconds is None else budget.fitted(plan, pace, sides, together, limit.seconds, limit.may)
+    tell(budget.said(plan, smaller, pace, sides, together, limit.seconds))
+    course.seconds_of = budget.seconds_of(smaller, pace)
+    asked = dataclasses.replace(
+        options,
+        repetitions=smaller.repetitions,
+        max_tokens=smaller.max_tokens,
+        tasks=tuple(task.name for task in smaller.tasks) if smaller.tasks != plan.tasks else options.tasks,
+    )
+    return smaller, described(subject, asked, smaller)
+
+
+Prepare = Callable[[Plan, Subject], Awaitable[tuple[Plan, Subject]]]
+
+
 def measure(
-    plan: Plan, subject: Subject, watcher: Watcher, keep: Callable[[Record], None] | None = None, earlier: Record | None = None
+    plan: Plan,
+    subject: Subject,
+    watcher: Watcher,
+    keep: Callable[[Record], None] | None = None,
+    earlier: Record | None = None,
+    prepared: Prepare | None = None,
 ) -> Record:
-    """In an event loop of its own. An interrupt, or a request to end, ends the run with what was measured."""
+    """In an event loop of its own. prepared: makes of the plan the one that is run, within the loop. An interrupt, or a request
+    to end, ends the run with what was measured. Raises KeyboardInterrupt if that comes before the run has begun."""
 
     async def interruptible() -> Record:
         task = asyncio.current_task()
@@ -427,6 +471,16 @@ def measure(
         if sys.platform != "win32":
             for number in (signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        return await run.measure(plan, subject, watcher, keep or run.nothing, earlier)
+        final, described_ = plan, subject
+        if prepared is not None:
+            try:
+                final, described_ = await prepared(plan, subject)
+            except BaseException:
+                await subject.down()
+                raise
+        return await run.measure(final, described_, watcher, keep or run.nothing, earlier)
 
-    return asyncio.run(interruptible())
+    try:
+        return asyncio.run(interruptible())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

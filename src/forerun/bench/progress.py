@@ -21,15 +21,11 @@ EVERY_S = 10.0  # a reader of plain lines hears something at least that often
 
 class Course:
     """How far a run has come, as a run.Watcher. show: called with this after each change. seconds_of: how long a batch is
-    expected to take, on any scale; the time that is left follows from how long those took that are done."""
+    expected to take, None if that is not known; the time that is left follows from how long those took that are done."""
 
-    def __init__(
-        self,
-        show: Callable[[Course], None],
-        seconds_of: Callable[[Step], float] = lambda step: 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._show, self._seconds_of, self._clock = show, seconds_of, clock
+    def __init__(self, show: Callable[[Course], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._show, self._clock = show, clock
+        self.seconds_of: Callable[[Step], float] | None = None
         self._expected: list[float] = []
         self._past = self._spent = 0.0  # expected seconds of the batches that are done, and those they took
         self._since = clock()
@@ -44,9 +40,11 @@ class Course:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end; None before the first batch has ended."""
-        whole = sum(self._expected)
-        return None if not self._past else (whole - self._past) * self._spent / self._past
+        """Seconds to the end; None if nothing is known yet."""
+        left = sum(self._expected) - self._past
+        if not self._past:
+            return left if self.seconds_of is not None and self._expected else None
+        return left * self._spent / self._past
 
     def line(self) -> str:
         """All of it."""
@@ -59,7 +57,7 @@ class Course:
 
     def planned(self, steps: Sequence[Step]) -> None:
         """As in run.Watcher."""
-        self._expected = [self._seconds_of(step) for step in steps]
+        self._expected = [1.0 if self.seconds_of is None else self.seconds_of(step) for step in steps]
         self._show(self)
 
     def doing(self, what: str) -> None:
@@ -100,7 +98,10 @@ def duration(seconds: float) -> str:
     if minutes < 5:
         half = round(2 * minutes)
         return f"{half // 2} min" + (" 30 s" if half % 2 else "")
-    return f"{round(minutes)} min" if minutes < 60 else f"{int(minutes // 60)} h {5 * round(minutes % 60 / 5)} min"
+    if minutes < 59.5:
+        return f"{round(minutes)} min"
+    hours, rest = divmod(5 * round(minutes / 5), 60)
+    return f"{hours} h" + (f" {rest} min" if rest else "")
 
 
 class Lines:
@@ -138,11 +139,11 @@ class Lines:
 
 
 @contextmanager
-def watcher(console: Console, seconds_of: Callable[[Step], float] = lambda step: 1.0) -> Iterator[Course]:
+def watcher(console: Console) -> Iterator[Course]:
     """A bar if the console is a terminal, else plain lines on standard error."""
     if not console.is_terminal:
         with Lines(lambda line: print(line, file=sys.stderr, flush=True)) as lines:
-            yield Course(lines.show, seconds_of)
+            yield Course(lines.show)
         return
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
@@ -153,7 +154,7 @@ def watcher(console: Console, seconds_of: Callable[[Step], float] = lambda step:
             left = "" if course.left_s is None else f"about {duration(course.left_s)} left, "
             bar.update(task, description=left + said, total=course.total or None, completed=course.done)
 
-        yield Course(show, seconds_of)
+        yield Course(show)
 
 
 @contextmanager
