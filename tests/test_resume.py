@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from forerun import cli
-from forerun.bench import record, redaction, report, run, summary, words
+from forerun.bench import record, redaction, report, run, summary, thresholds, words
 from forerun.bench.arms import BASELINE
 from forerun.bench.endpoint import Ask, RequestFailed
 from forerun.bench.keeping import Keeper
@@ -51,10 +58,10 @@ def test_a_run_that_ends_anywhere_is_resumed_to_the_same_record(
     together: bool, stop: type[BaseException] | None
 ) -> None:
     """Ended before each of its batches in turn, by an interrupt, by a second one at once, or by a fault of the runner."""
-    whole = small({"fast": FAST}, together).measure()
+    whole = small({"fast": FAST}, together, repetitions=2).measure()
     count = len(whole.batches)
     for at in range(count):
-        first = small({"fast": FAST}, together)
+        first = small({"fast": FAST}, together, repetitions=2)
         if stop is None:
             part = first.measure(Quiet(at))
             assert part == first.kept[-1]
@@ -68,7 +75,7 @@ def test_a_run_that_ends_anywhere_is_resumed_to_the_same_record(
         assert not part.finished and len(part.batches) == at and part.batches == whole.batches[:at]
         assert not any(side.is_up for side in first.sides)
         assert words.warnings(part) and report.markdown(part)
-        rest = small({"fast": FAST}, together)
+        rest = small({"fast": FAST}, together, repetitions=2)
         watcher = Quiet()
         made = rest.measure(watcher, part)
         assert made.finished and what(made.batches) == what(whole.batches)
@@ -254,6 +261,12 @@ def test_an_arm_that_answers_nothing_is_said_on_top() -> None:
     assert answer == "Nothing was measured: bad answered no request"
     assert arms == [("bad", "3 of 3 requests failed: HTTP 401: no such key")]
     assert any("bad was given up on explain" in w for w in words.warnings(made))
+    shown = io.StringIO()
+    report.show(made, Console(file=shown, width=200))
+    assert "bad: 3 of 3 requests failed: HTTP 401: no such key.\n" in shown.getvalue()
+    for text in ("failures == 0", "speedup[bad] >= 0", "verdict != slower"):
+        checks = thresholds.check(thresholds.parse([text]), made)
+        assert not all(c.passed for c in checks) and "HTTP 401" in thresholds.junit(checks, made)
 
 
 # the file
@@ -522,3 +535,69 @@ def test_a_fault_of_our_own_loses_nothing(model: str, tmp_path: Path, monkeypatc
     calls = 0
     monkeypatch.setattr(run._Run, "_bury", later)
     assert "Traceback" in bench("-m", model, *ASKED, "-o", str(tmp_path / "t.json"), "--debug").stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_program_that_is_asked_to_end_leaves_its_record(model: str, tmp_path: Path, number: signal.Signals) -> None:
+    """In the middle of measuring. The record is whole, and the rest is measured when the run is resumed."""
+    path = tmp_path / "r.json"
+    asked = ["--tasks", "copy", "-a", "ngram", "-r", "60", "-n", "48", "-o", str(path)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = subprocess.Popen([sys.executable, "-m", "forerun", "bench", "-m", model, *asked], **pipes)
+    until = time.monotonic() + 60
+    while not path.exists() and running.poll() is None and time.monotonic() < until:
+        time.sleep(0.02)
+    running.send_signal(number)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == cli.INTERRUPTED, (out, err)
+    made = record.load(path)
+    assert not made.finished and 0 < len(made.batches) < 122 and f"--resume {path}" in err.splitlines()[-1]
+    assert "interrupted" in out and "Traceback" not in err and os.listdir(tmp_path) == ["r.json"]
+
+
+def test_an_interrupt_before_anything_is_measured(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.bench import budget, command
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for place in ((command, "subject_of"), (budget, "pace_of"), (budget, "fitted")):
+        with monkeypatch.context() as patched:
+            patched.setattr(*place, interrupted)
+            shown = bench("-m", model, "-a", "ngram", "-o", str(tmp_path / "r.json"))
+        assert shown.exit_code == cli.INTERRUPTED and "Traceback" not in shown.output and not list(tmp_path.iterdir())
+
+
+FAULTS: list[tuple[str, Exception, int, str]] = [
+    ("forerun.bench.command.plan_of", PermissionError(13, "Permission denied", "x.jsonl"), 2, "x.jsonl: Permission denied"),
+    ("forerun.bench.command.subject_of", OSError(28, "No space left on device"), 2, "No space left on device"),
+    ("forerun.bench.command.subject_of", SettingError("dtype", "x", "give auto"), 2, "dtype='x': give auto"),
+    ("forerun.bench.command.subject_of", RuntimeError("CUDA error"), 4, "RuntimeError: CUDA error"),
+    ("forerun.bench.command.described", KeyError("a"), 4, "KeyError: 'a'"),
+    ("forerun.bench.budget.pace_of", MemoryError(), 4, "MemoryError"),
+    ("forerun.bench.budget.fitted", ZeroDivisionError("division by zero"), 4, "ZeroDivisionError: division by zero"),
+    ("forerun.bench.run.measure", AssertionError(), 4, "AssertionError"),
+    ("forerun.bench.report.terminal", TypeError("no\nlines"), 4, "TypeError: no"),
+    ("forerun.bench.html.page", UnicodeEncodeError("utf-8", "x", 0, 1, "odd"), 4, "UnicodeEncodeError"),
+]
+
+
+@pytest.mark.parametrize("place, error, code, said", FAULTS, ids=[fault[0].rpartition(".")[2] for fault in FAULTS])
+def test_no_error_is_a_traceback_and_none_loses_what_was_measured(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception, code: int, said: str
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    path = tmp_path / "r.json"
+    asked = ("-m", model, "-a", "ngram", "-r", "1", "-n", "4", "--budget-minutes", "1")
+    with monkeypatch.context() as patched:
+        patched.setattr(place, fails)
+        shown = bench(*asked, "-o", str(path), "--html", str(tmp_path / "r.html"))
+        debug = bench(*asked, "-o", str(tmp_path / "s.json"), "--html", str(tmp_path / "r.html"), "--debug")
+    last = [line for line in shown.stderr.splitlines() if line.startswith("error: ")]
+    assert shown.exit_code == code and len(last) == 1 and said in last[0] and "Traceback" not in shown.output
+    assert ("--debug" in shown.stderr) == (code == cli.BROKEN)
+    assert debug.exit_code == code and "Traceback" in debug.stderr
+    if place.startswith(("forerun.bench.report", "forerun.bench.html")):
+        assert record.load(path).finished, "what fails is the showing"

@@ -676,7 +676,7 @@ def bench(
             tokenizer=tokenizer,
         )
         given, earlier = _given(ctx, options), None
-        limit = _limit(budget_minutes, given)
+        limit = _limit(budget_minutes, given | ({"tasks": tasks} if ci else {}))  # a threshold may name a task
         if resume is not None:
             require(budget_minutes is None, "budget_minutes", budget_minutes, "a run is resumed as it was begun; leave it out")
             earlier, limit = _record(resume), _limit(0.0, given)

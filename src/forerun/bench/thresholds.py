@@ -165,7 +165,8 @@ def exist(thresholds: Sequence[Threshold], tasks: Sequence[str], loads: Sequence
 
 
 def check(thresholds: Sequence[Threshold], record: Record) -> list[Check]:
-    """What the record says to each. A figure that is not to be had fails; so does everything if the run was interrupted.
+    """What the record says to each. A figure that is not to be had fails; so does everything if the run was interrupted or
+    something was given up.
     Raises SettingError as `exist` does."""
     s = record.settings
     exist(thresholds, s.tasks, [load.label for load in s.loads], [arm.name for arm in s.arms])
@@ -175,6 +176,7 @@ def check(thresholds: Sequence[Threshold], record: Record) -> list[Check]:
         found += made or [Check(t, "nowhere", False, "no cell of the run has this figure")]
         if not record.finished:
             found.append(Check(t, "the run", False, "it was interrupted"))
+        found += [Check(t, "the run", False, said) for said in record.given_up]
     return found
 
 
