@@ -277,18 +277,18 @@ def test_look_up_in_a_text_of_several_scans() -> None:
 
 
 def test_one_graph_serves_all_filters(tmp_path) -> None:
-    """Unless drafts are weighed: then the distributions are torch's, which leaves out what no request uses."""
+    """Whatever a row has of them or has not, and with drafts that have probabilities as well."""
     target = Target.load(tiny_model(tmp_path / "tiny"), DTYPE, DEVICE, kernels=CudaKernels(DEVICE))
     slots = Slots(4, 30, 4, torch.device(DEVICE))
     sampling, kv = SamplingState(slots.tokens, slots.length, target.vocab), target.kv_cache(9, 8)
     for slot, more in enumerate(({"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1, "presence_penalty": 0.5}, {})):
         params = SamplingParams(temperature=0.8, max_tokens=4, **more)
         sampling.set(slot, Request(str(slot), (1, 2), params, 4, 7))
-    for probs, keys in ((False, 1), (True, 2)):
+    for probs in (False, True):
         lives = Lives(slots, 2, target.vocab, probs=probs)
         body = FusedBody(target, kv, slots, sampling, lives, None, False)
-        assert len({body.features([0]), body.features([1])}) == keys
-        assert body.features([2]).penalties and not body.features([3]).filtered
+        assert len({body.features([0]), body.features([1]), body.features([3])}) == 1
+        assert body.features([2]).penalties and body.features([2, 3]) == body.features([2]) != body.features([3])
 
 
 def test_prompts_of_the_fused_body(tmp_path) -> None:

@@ -192,7 +192,7 @@ def test_no_step_waits_for_the_device(models: Models, method: str, temperatures:
         asked = [replace(r, prediction=tuple(nearly_right(plain[r.id].ids))) for r in asked]
     it = engine(target, METHODS[method], models.load("drafter", dtype, device))
     if it.graphs is not None:  # both widths, so that no step of the steady state has to be captured
-        features = Features(sampled=any(temperatures))
+        features = it.graphs.body.served(Features(sampled=any(temperatures)))
         with torch.inference_mode():
             for width in drafting(it).widths:
                 it.graphs.capture(Key(ROWS, width, features))

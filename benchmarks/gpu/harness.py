@@ -139,7 +139,7 @@ def capture(it: Engine, rows: int, features: Features | None = None) -> None:
     if it.graphs is not None:
         with torch.inference_mode():
             for width in fixed_step(it).widths:
-                it.graphs.capture(Key(rows, width, features or Features()))
+                it.graphs.capture(Key(rows, width, it.graphs.body.served(features or Features())))
 
 
 def median_ms(launch: Callable[[], Any], repeat: int, before: Callable[[], Any] = lambda: None) -> float:

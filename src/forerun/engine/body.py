@@ -141,7 +141,11 @@ class Body:
 
     def features(self, slots: Iterable[int]) -> Features:
         """What sampling for these slots together takes, as far as steps differ by it."""
-        return self.sampling.features(slots)
+        return self.served(self.sampling.features(slots))
+
+    def served(self, features: Features) -> Features:
+        """The features of the steps that serve requests with these."""
+        return features
 
     def launch(self, key: Key | PromptKey, given: Tensor) -> Report:
         """A decode step (given: [2,B] int64, slot and k as `run` takes them) or prompts (as `prefill` takes it)."""

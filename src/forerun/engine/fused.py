@@ -4,7 +4,6 @@ of engine/body.py, for CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property
 
 from torch import Tensor
@@ -64,10 +63,9 @@ class FusedBody(Body):
         batch = Batch(laid.positions, laid.positions, laid.row_start, laid.table, None)
         return Draft(self.lives.draft[:0], laid.size), batch, laid.owner, laid.x
 
-    def features(self, slots: Iterable[int]) -> Features:
+    def served(self, features: Features) -> Features:
         """One of three: what a row has of filters, penalties and bans is found out row by row, so that few graphs serve all."""
-        found = super().features(slots)
-        return EVERYTHING if found.shaped else SAMPLED if found.sampled else GREEDY
+        return EVERYTHING if features.shaped else SAMPLED if features.sampled else GREEDY
 
     def _shaped(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         every = self._every(slot, positions)
