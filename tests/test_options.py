@@ -441,6 +441,8 @@ def test_prompts_of_which_some_do_not_fit_are_noted_and_fail_alone(tmp_path: Pat
         (["--html", "/nowhere/at/all.html"], ("html", "folder")),
         (["--markdown", "/"], ("markdown", "folder")),
         (["-o", "/proc/nothing.json"], ("output",)),
+        (["-o", "a.json", "--html", "a.json"], ("html", "another name")),
+        (["--markdown", "a.md", "--html", "./b/../a.md"], ("markdown", "another name")),
         (["--resume", "/nowhere/at/all.json"], ("file", "cannot be read")),
         (["--logs", "/nowhere/at/all", "-e", "vllm"], ("logs", "make it first")),
         (["-e", "ollama"], ("engine", "vllm")),

@@ -345,6 +345,18 @@ def test_report_shows_again_and_compares(tmp_path: Path) -> None:
     assert (tmp_path / "both.md").read_text(encoding="utf-8").startswith("### tiny: 2026-11-01 12:00 against 2026-11-08")
 
 
+def test_a_report_is_not_written_over_its_record(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    for path in (one, two):
+        record.save(fake(ARMS), path)
+    before = one.read_bytes()
+    for arguments in ([str(one), "--markdown", str(one)], [str(one), str(two), "--html", str(one)]):
+        run = CliRunner().invoke(app, ["report", *arguments])
+        assert run.exit_code == 2 and "another name" in run.output and one.read_bytes() == before
+    fine = CliRunner().invoke(app, ["report", str(one), "--markdown", "/dev/null", "--html", "/dev/null"])
+    assert fine.exit_code == 0, "what goes to a device is not written over"
+
+
 def test_report_of_what_is_no_record(tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text(json.dumps({"schema": 99}), encoding="utf-8")
     for args in (["no.json"], ["missing.json"]):

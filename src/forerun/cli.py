@@ -722,13 +722,13 @@ def report(
         first, *others = records
         if not others:
             s = first.settings
-            wanted.possible()
+            wanted.possible(files)
             wanted.meaningful(s.tasks, [load.label for load in s.loads], [arm.name for arm in s.arms])
             if not wanted.write(first, console):
                 raise typer.Exit(1)
             return
         require(not ci and not junit, "ci", ci or junit, "a threshold speaks of one record; give one FILE")
-        wanted.possible()
+        wanted.possible(files)
         for later in others:
             changes.show(first, later, console)
         if markdown is not None:
@@ -815,7 +815,7 @@ def _execute(
 
     keeper = Keeper(path, replacing=earlier is not None)
     plan = command.plan_of(options)
-    wanted.possible()
+    wanted.possible([path])
     wanted.meaningful([task.name for task in plan.tasks], [load.label for load in plan.loads], command.arm_names(options))
     with progress.waiting(console, "Preparing" if options.remote else "Loading the model"):
         subject = command.subject_of(options, plan)
@@ -889,14 +889,18 @@ class _Outputs:
     ci: tuple[str, ...]
     junit: Path | None
 
-    def possible(self) -> None:
-        """Raises SettingError for a file that cannot be written and for a threshold that cannot be read."""
+    def possible(self, records: Sequence[Path]) -> None:
+        """Raises SettingError for a file that cannot be written, for one that would be written over another or over one of
+        these records, and for a threshold that cannot be read."""
         from forerun.bench import thresholds
         from forerun.bench.keeping import writable
 
         for name, path in (("markdown", self.markdown), ("html", self.html), ("junit", self.junit)):
             if path is not None:
                 writable(name, path)
+                every = (*records, self.markdown, self.html, self.junit)
+                taken = [other for other in every if other is not None and _same(other, path)]
+                require(len(taken) <= 1, name, str(path), "another file would be written over; give another name")
         require(
             self.junit is None or bool(self.ci), "junit", str(self.junit), "there is no threshold; add --ci 'failures == 0'"
         )
@@ -938,6 +942,11 @@ def _variables(text: str | None) -> dict[str, Any] | None:
         raise SettingError("chat_template_kwargs", text, f'not JSON ({error}); give {{"enable_thinking": false}}') from None
     require(isinstance(value, dict), "chat_template_kwargs", text, 'give a JSON object such as {"enable_thinking": false}')
     return dict(value)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether both are one file. A device may be written to more than once."""
+    return one.resolve() == other.resolve() and (one.is_file() or not one.exists())
 
 
 def _write(path: Path, text: str) -> None:
