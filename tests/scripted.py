@@ -22,7 +22,6 @@ from forerun.bench.subject import Subject, random_ids
 from forerun.engine.stats import DraftStats
 
 SPECIAL = frozenset({0, 1, 2})
-gc.freeze()  # a batch begins with a collection, which would walk over all that is imported
 
 
 class Clock:
@@ -77,6 +76,9 @@ class ScriptedSide:
     @property
     def endpoint(self) -> ScriptedSide:
         return self
+
+    async def survived(self) -> bool:
+        return self.alive
 
     async def up(self) -> None:
         if not self.is_up:
@@ -180,6 +182,7 @@ class Bench:
     kept: list[Record] = dataclasses.field(default_factory=list)
 
     def measure(self, watcher: Quiet | None = None, earlier: Record | None = None) -> Record:
+        gc.freeze()  # a batch begins with a collection, which would walk over all that is imported
         how = runner.measure(self.plan, self.subject, watcher or Quiet(), self.kept.append, earlier, self.clock)
         return asyncio.run(how)
 

@@ -23,6 +23,7 @@ from forerun.bench.openai import DIALECTS, OWN_FIELDS, Address, Timeouts
 from forerun.bench.options import Options
 from forerun.bench.plan import Plan, in_turns, interleaved
 from forerun.bench.record import Answer, Counts, Load, Record, ServerCounters
+from forerun.bench.servers import Server
 from forerun.bench.sides import Running
 from forerun.bench.subject import Subject, random_ids
 from forerun.types import SettingError
@@ -228,6 +229,34 @@ def test_servers_are_launched_measured_and_gone(tmp_path: Path, alive: str) -> N
     for load in ("c=1", "c=2"):
         assert cells["ngram k=3", load].got == pytest.approx(3.0) and cells["ngram k=3", load].identical[0] > 0  # type: ignore[index]
     assert all(not a.failed for b in made.batches for a in b.answers)
+
+
+def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
+    """At its fourth request: that one failed, the others were answered by it and by its successor."""
+    before = processes()
+    made = launched(options(tmp_path, alive="together", arms=("ngram", "flags:--die-after 3"), repetitions=4))
+    failed = [(b.arm, a.failure) for b in made.batches for a in b.answers if a.failed]
+    assert made.finished and not made.given_up and len(made.batches) == 3 * 5 and processes() == before
+    assert [arm for arm, _ in failed] == ["--die-after 3"] and "connection" in str(failed[0][1])
+    assert any("--die-after 3 died while it measured explain and was started again" in w for w in words.warnings(made))
+
+
+def test_a_server_that_cannot_be_started_again_costs_its_arm_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, starts = Server.start, 0
+
+    async def once(self: Server) -> None:
+        nonlocal starts
+        starts += self.arm.name != BASELINE and not self.running
+        if starts > 1:
+            raise SettingError("engine", self.arm.name, "its server ended with code 1: no memory")
+        await start(self)
+
+    monkeypatch.setattr(Server, "start", once)
+    made = launched(options(tmp_path, alive="together", arms=("flags:--die-after 2",), repetitions=4))
+    assert made.finished and [b.arm for b in made.batches].count(BASELINE) == 5
+    assert len([b for b in made.batches if b.arm != BASELINE]) == 3
+    (said,) = made.given_up
+    assert said.startswith("--die-after 2 was given up: it did not come up again") and "no memory" in said
 
 
 def test_an_interrupt_leaves_a_record_and_no_server(tmp_path: Path) -> None:

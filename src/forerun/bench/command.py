@@ -433,6 +433,8 @@ async def prepare(
 ) -> tuple[Plan, Subject]:
     """Measure the baseline's pace, fit the plan into the limit, and say how long it will take. The subject tells the record
     what it came to."""
+    course.doing("starting the baseline")
+    await subject.up(subject.sides[0])
     course.doing("measuring the pace of plain decoding")
     pace = await budget.pace_of(plan, subject, time.perf_counter)
     if isinstance(pace, budget.Failed):

@@ -221,7 +221,7 @@ class _Run:
         """After a batch with failures: bring down a side that has died, so that it is started again."""
         failed, index = next((a for a in batch.answers if a.failed), None), step.side
         side, name = self.subject.sides[index], self.names[index]
-        if failed is None or side.alive:
+        if failed is None or await side.survived():
             return
         await side.down()
         self.restarts[index] = self.restarts.get(index, 0) + 1

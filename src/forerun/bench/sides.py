@@ -4,6 +4,7 @@ that runs already, or an engine in this process. Knows how to bring them up and 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import time
@@ -19,6 +20,9 @@ from forerun.bench.servers import Server
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
+
+
+DYING_S = 0.5
 
 
 class Side(Protocol):
@@ -42,9 +46,9 @@ class Side(Protocol):
     def is_up(self) -> bool:
         """Whether `up` would have nothing to do."""
 
-    @property
-    def alive(self) -> bool:
-        """Whether what is behind it still works, as far as that is known here. One that does not is started again."""
+    async def survived(self) -> bool:
+        """After a request that failed: whether what is behind it still works, as far as that is known here. One that does not
+        is started again."""
 
     async def up(self) -> None:
         """Ready to answer; nothing to do if it is. Raises SettingError if it cannot be."""
@@ -85,8 +89,7 @@ class Remote:
         """As in Side."""
         return self._http is not None
 
-    @property
-    def alive(self) -> bool:
+    async def survived(self) -> bool:
         """As in Side: a server that somebody else started is theirs to watch."""
         return True
 
@@ -149,9 +152,11 @@ class Launched(Remote):
         await super().down()
         self._server.stop()
 
-    @property
-    def alive(self) -> bool:
-        """Whether its process is."""
+    async def survived(self) -> bool:
+        """Whether its process did. It may live a moment longer than its connections."""
+        until = time.monotonic() + DYING_S
+        while self._server.running and time.monotonic() < until:
+            await asyncio.sleep(0.05)
         return self._server.running
 
     @property
@@ -182,9 +187,8 @@ class Embedded:
         """As in Side."""
         return self._inside is not None
 
-    @property
-    def alive(self) -> bool:
-        """Not after an exception in one of its steps."""
+    async def survived(self) -> bool:
+        """Not an exception that its owner raised."""
         return self._inside is None or self._inside.broken is None
 
     async def up(self) -> None:
