@@ -1,16 +1,17 @@
 """The engine on the CPU against its bars, each a ratio taken in one run on one machine, on the default model in bfloat16.
 
-    python benchmarks/cpu/engine.py [--out FILE] [--quick]
+    python benchmarks/cpu/engine.py [--isa avx2] [--out FILE] [--quick]
 
 Prints the machine's limit first (how fast memory is read, and so how many tokens/s the weights allow), then each bar with
-what was measured. All raw samples go to the JSON. Needs transformers (in the `dev` extra) for the comparison.
+what was measured. All raw samples go to the JSON. --isa: the instruction set that both sides may use at most. Needs
+transformers (in the `dev` extra) for the comparison. Where other programs run, start it through `chrt -f 1`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
 import random
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import describe, limits
 
 from forerun.bench.arms import BASELINE, parse
 from forerun.bench.command import measure
@@ -246,15 +248,19 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path("bench-cpu.json"))
     options.add_argument("--quick", action="store_true", help="fewer repetitions")
+    options.add_argument("--isa", default="auto", help="auto, or one of FORERUN_CPU_ISA")
     given = options.parse_args()
+    wanted = limits(given.isa)
+    if given.isa != "auto" and any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # torch reads them when it is imported
     repetitions, tokens = (2, 64) if given.quick else (6, 128)
 
     loaded = LLM.load()
     limit = read_bandwidth()
     print(f"memory reads at {limit:.1f} GB/s: the weights allow {limit * 1e9 / loaded.target.bytes:.0f} tokens/s", flush=True)
     record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"), "machine": cpu_name(), "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "python": platform.python_version(), "read_GB_per_s": limit, "weights": loaded.target.bytes,
+        "date": time.strftime("%Y-%m-%d"), **describe(), "dtype": str(loaded.target.dtype), "read_GB_per_s": limit,
+        "weights": loaded.target.bytes,
     }  # fmt: skip
     rows: list[tuple[str, float, str, bool]] = []
 
@@ -288,13 +294,8 @@ def main() -> None:
     samples = record["throughput"] = throughput(loaded, repetitions // 2 + 1, tokens)
     bar("8 requests / 1 request, tokens/s", ratio(samples, "8", "1"), least=3.0)
     record["bars"] = [dict(zip(("name", "value", "bar", "met"), row, strict=True)) for row in rows]
-    given.out.write_text(json.dumps(record, indent=1))
+    given.out.write_text(json.dumps(record))
     print(f"{sum(row[3] for row in rows)} of {len(rows)} bars met; raw samples in {given.out}")
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

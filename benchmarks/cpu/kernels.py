@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from machine import describe
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels
@@ -93,7 +94,7 @@ def main() -> None:
         "down": ([y.down for y in layers], INNER, lambda x, w, r: k.linear_add(x, w, None, r)),
         "logits": ([head], HIDDEN, lambda x, w, r: k.norm_logits(x, norm, EPS, w)),
     }
-    result: dict[str, object] = {"memory_gb_s": limit, "threads": torch.get_num_threads()}
+    result: dict[str, object] = {"memory_gb_s": limit, **describe()}
     print(f"{'GB/s':8} {'rows':>4} {'forerun':>8}" + ("" if quick else f" {'F.linear':>8} {'packed':>8}"))
     for name, (weights, width, call) in products.items():
         size = sum(w.nbytes for w in weights) / 1e9

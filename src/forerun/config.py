@@ -210,7 +210,7 @@ class EngineConfig:
     holds; None takes on a CPU max_num_seqs sequences of max_model_len, at most a quarter of the free memory, and on a GPU
     what weights, buffers and CUDA graphs leave of gpu_memory_utilization, the share of the GPU's memory that the engine may
     have in all (engines on one GPU: give each less).
-    dtype: auto (the checkpoint's; bfloat16 on a CPU that multiplies it), float32, bfloat16 or float16.
+    dtype: auto (the checkpoint's; on a CPU bfloat16 for 16 bits, from AVX2 on), float32, bfloat16 or float16.
     seed: seeds the requests that bring none. adaptive_drafts: draft no more than pays, by what steps cost and what became of
     earlier drafts (off: always as much as num_speculative_tokens allows; drawn drafts are never adapted on a CPU, so that
     a seed repeats them). speculation: as Speculation.parse takes it. Values are converted as checks.py says.

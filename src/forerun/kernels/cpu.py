@@ -45,7 +45,7 @@ LAYER_BYTES = 13 * 8  # of struct Layer in cpu.c
 
 def cache_folder() -> Path:
     """FORERUN_CACHE, or ~/.cache/forerun."""
-    return Path(os.environ.get("FORERUN_CACHE") or Path.home() / ".cache" / "forerun")
+    return Path(os.environ.get("FORERUN_CACHE") or Path.home() / ".cache" / "forerun").expanduser()
 
 
 def processor() -> str:
