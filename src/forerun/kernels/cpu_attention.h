@@ -7,7 +7,7 @@
 #include "cpu_linear.h"
 
 enum { CHUNK = 128 };  /* positions of one softmax */
-enum { TILE = 48 };    /* query rows (tokens x heads of a group) of one attention task, about */
+enum { QUERIES = 48 };  /* query rows (tokens x heads of a group) of one attention task, about */
 #if AVX512
 enum { WIDE = 4 };     /* vectors that are summed at once for 4 rows */
 #else
@@ -74,19 +74,19 @@ INLINE void place_team(const int wide, Team me, const Attend *a) {
 }
 
 /* whether words are pairs of bfloat16 */
-#define PAIRS(wide) (DOT_BF16 && !(wide))
+#define IN_PAIRS(wide) (DOT_BF16 && !(wide))
 
 /* LANES words of a key or value from word d on; NULL: zeros */
 INLINE vu words_at(const int wide, const char *p, int64_t d) {
     if (!p) return (vu){0};
-    return wide || PAIRS(wide) ? load_words(p + 4 * d) : (vu)load_bf16((const bf16 *)p + d);
+    return wide || IN_PAIRS(wide) ? load_words(p + 4 * d) : (vu)load_bf16((const bf16 *)p + d);
 }
 
 INLINE uint32_t word_at(const int wide, const char *p, int64_t d) {
     uint32_t word = 0;
     bf16 half;
     if (!p) return 0;
-    if (wide || PAIRS(wide)) {
+    if (wide || IN_PAIRS(wide)) {
         memcpy(&word, p + 4 * d, 4);
         return word;
     }
@@ -262,7 +262,7 @@ INLINE int64_t chunk_room(int64_t dim, int64_t rows) { return (dim + padded_dim(
 
 /* the pieces of the task's query rows over one chunk: pieces[r] */
 INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, float *const *pieces, char *room) {
-    const int pairs = PAIRS(wide);
+    const int pairs = IN_PAIRS(wide);
     const int64_t dim = a->dim, group = a->heads / a->kv_heads, size = wide ? 4 : 2;
     const int64_t rows = (task->end - task->begin) * group, words = pairs ? dim / 2 : dim, padded = padded_dim(dim);
     const int64_t from = first_seen(a, a->positions[task->begin]), to = a->positions[task->end - 1] + 1;
@@ -353,7 +353,7 @@ INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, 
 }
 
 INLINE int64_t tile_tokens(const Attend *a) {
-    int64_t n = TILE * a->kv_heads / a->heads;
+    int64_t n = QUERIES * a->kv_heads / a->heads;
     return n < 1 ? 1 : n;
 }
 

@@ -47,24 +47,45 @@ typedef struct {
     void *y; /* for LOGITS float32 */
 } Linear;
 
+/* How weights come to be multiplied, and what x is laid out as: PAIRS of bfloat16 as they are stored, x too; else x is float32,
+ * and w is bfloat16 (BF16), or float32 (FLOAT), or the TILE that an earlier pass over the same rows has left (FILL, of bfloat16). */
+enum { PAIRS, BF16, FLOAT, FILL, TILE };
+
+#define X_SIZE(form) ((form) == PAIRS ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float))
+#define W_SIZE(form) ((form) == FLOAT ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16))
+
 /* The rows of w that are multiplied at once, and what is fetched meanwhile: from `next` on, at each step `advance` bytes
- * further. */
-typedef struct { const char *row[4]; const char *next; int64_t advance; } Rows;
+ * further. tile: [steps][4 rows][STEP] */
+typedef struct { const char *row[4]; float *tile; const char *next; int64_t advance; } Rows;
 
-/* How x is laid out for products with pairs of bfloat16, or else in float32 */
-#define X_SIZE(pairs) ((pairs) ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float))
-
-INLINE vf weights(const int wide, const char *row, int64_t i, int half) {
-    if (wide) return load((const float *)row + i + half * LANES);
-    vu words = load_words((const bf16 *)row + i);
+/* the even or the odd ones of STEP bfloat16, as float32. tight: there is no register left for the mask */
+INLINE vf half_of(const int tight, const bf16 *from, int half) {
+    vu words = load_words(from);
+#if AVX2
+    if (tight && half) {
+        static const vu mask = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+        __asm__("vpand %1, %0, %0" : "+x"(words) : "m"(mask));
+        return (vf)words;
+    }
+#endif
     return (vf)(half ? words & 0xffff0000u : words << 16);
 }
 
+/* LANES weights of row r from k = i on */
+INLINE vf weights(const int form, const int tight, const char *const *w, float *tile, int r, int64_t i, int half) {
+    float *kept = tile + 4 * i + r * STEP + half * LANES;
+    if (form == TILE) return load(kept);
+    if (form == FLOAT) return load((const float *)w[r] + i + half * LANES);
+    vf v = half_of(tight, (const bf16 *)w[r] + i, half);
+    if (form == FILL) store(kept, v);
+    return v;
+}
+
 /* acc + the products of STEP elements from i on, of `rows` rows of w with n rows of x */
-INLINE void multiply(const int pairs, const int wide, const int rows, const int n, const char *const *w, const char *const *x,
+INLINE void multiply(const int form, const int rows, const int n, const char *const *w, float *tile, const char *const *x,
                      int64_t i, vf acc[4][PAIRED]) {
 #if DOT_BF16
-    if (pairs) {
+    if (form == PAIRS) {
         vu left[4];
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) left[r] = load_words((const bf16 *)w[r] + i);
@@ -82,7 +103,7 @@ INLINE void multiply(const int pairs, const int wide, const int rows, const int 
         vf kept[4]; /* of w or of x, of which there are fewer: registers are scarce */
         if (rows <= n) {
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) kept[r] = weights(wide, w[r], i, half);
+            for (int r = 0; r < rows; r++) kept[r] = weights(form, rows * n == 4 * FEW, w, tile, r, i, half);
 #pragma GCC unroll 10
             for (int j = 0; j < n; j++) {
                 vf right = load((const float *)x[j] + i + half * LANES);
@@ -94,7 +115,7 @@ INLINE void multiply(const int pairs, const int wide, const int rows, const int 
             for (int j = 0; j < n; j++) kept[j] = load((const float *)x[j] + i + half * LANES);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) {
-                vf left = weights(wide, w[r], i, half);
+                vf left = weights(form, rows * n == 4 * FEW, w, tile, r, i, half);
 #pragma GCC unroll 4
                 for (int j = 0; j < n; j++) acc[r][j] = fma_(left, kept[j], acc[r][j]);
             }
@@ -104,35 +125,36 @@ INLINE void multiply(const int pairs, const int wide, const int rows, const int 
 
 /* sums[n][LANES] = `rows` (2 or 4) rows of w times n rows of x, which have zeros behind k up to a multiple of STEP.
  * lines: how many cache lines are fetched at each step */
-INLINE void products(const int pairs, const int wide, const int lines, const int rows, const int n, const Rows *w, int64_t k,
-                     const char *x, int64_t stride, float *sums) {
+INLINE void products(const int form, const int lines, const int rows, const int n, const Rows *w, int64_t k, const char *x,
+                     int64_t stride, float *sums) {
     vf acc[4][PAIRED];
     const char *left[4], *right[PAIRED], *next = w->next;
+    float *tile = w->tile;
     const int64_t advance = w->advance;
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++) left[r] = w->row[r];
 #pragma GCC unroll 10
-    for (int j = 0; j < n; j++) right[j] = x + j * stride * X_SIZE(pairs);
+    for (int j = 0; j < n; j++) right[j] = x + j * stride * X_SIZE(form);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 10
         for (int j = 0; j < n; j++) acc[r][j] = (vf){0};
+    if (form == TILE) k = stride; /* its zeros stand in the tile */
     int64_t i = 0;
     for (; i + STEP <= k; i += STEP) {
 #pragma GCC unroll 8
         for (int line = 0; line < lines; line++) fetch(next + 64 * line);
         next += advance;
-        multiply(pairs, wide, rows, n, left, right, i, acc);
+        multiply(form, rows, n, left, tile, right, i, acc);
     }
     if (i < k) {
-        const int64_t size = wide ? 4 : 2;
         float tail[4][STEP] = {{0}};
         for (int r = 0; r < rows; r++) {
-            memcpy(tail[r], left[r] + i * size, (k - i) * size);
+            memcpy(tail[r], left[r] + i * W_SIZE(form), (k - i) * W_SIZE(form));
             left[r] = (const char *)tail[r];
         }
-        for (int j = 0; j < n; j++) right[j] += i * X_SIZE(pairs);
-        multiply(pairs, wide, rows, n, left, right, 0, acc);
+        for (int j = 0; j < n; j++) right[j] += i * X_SIZE(form);
+        multiply(form, rows, n, left, tile + 4 * i, right, 0, acc);
     }
 #pragma GCC unroll 10
     for (int j = 0; j < n; j++) {
@@ -142,73 +164,59 @@ INLINE void products(const int pairs, const int wide, const int lines, const int
 }
 
 /* 4 rows of w times n <= FEW of x */
-INLINE void few(const int pairs, const int wide, const int lines, int n, const Rows *w, int64_t k, const char *x, int64_t stride,
-                float *sums) {
+INLINE void few(const int form, const int lines, int n, const Rows *w, int64_t k, const char *x, int64_t stride, float *sums) {
     switch (n) {
-    case 1: products(pairs, wide, lines, 4, 1, w, k, x, stride, sums); break;
-    case 2: products(pairs, wide, lines, 4, 2, w, k, x, stride, sums); break;
+    case 1: products(form, lines, 4, 1, w, k, x, stride, sums); break;
+    case 2: products(form, lines, 4, 2, w, k, x, stride, sums); break;
 #if AVX512
-    case 3: products(pairs, wide, lines, 4, 3, w, k, x, stride, sums); break;
-    case 4: products(pairs, wide, lines, 4, 4, w, k, x, stride, sums); break;
-    case 5: products(pairs, wide, lines, 4, 5, w, k, x, stride, sums); break;
+    case 3: products(form, lines, 4, 3, w, k, x, stride, sums); break;
+    case 4: products(form, lines, 4, 4, w, k, x, stride, sums); break;
+    case 5: products(form, lines, 4, 5, w, k, x, stride, sums); break;
 #endif
-    default: products(pairs, wide, lines, 4, FEW, w, k, x, stride, sums); break;
+    default: products(form, lines, 4, FEW, w, k, x, stride, sums); break;
     }
 }
 
 /* 2 rows of w times FEW < n <= PAIRED of x: each weight is loaded once, where two passes of `few` would load it twice */
-INLINE void paired(const int pairs, const int wide, const int lines, int n, const Rows *w, int64_t k, const char *x,
-                   int64_t stride, float *sums) {
+INLINE void paired(const int form, const int lines, int n, const Rows *w, int64_t k, const char *x, int64_t stride, float *sums) {
     switch (n) {
-    case FEW + 1: products(pairs, wide, lines, 2, FEW + 1, w, k, x, stride, sums); break;
-    case FEW + 2: products(pairs, wide, lines, 2, FEW + 2, w, k, x, stride, sums); break;
+    case FEW + 1: products(form, lines, 2, FEW + 1, w, k, x, stride, sums); break;
+    case FEW + 2: products(form, lines, 2, FEW + 2, w, k, x, stride, sums); break;
 #if AVX512
-    case FEW + 3: products(pairs, wide, lines, 2, FEW + 3, w, k, x, stride, sums); break;
+    case FEW + 3: products(form, lines, 2, FEW + 3, w, k, x, stride, sums); break;
 #endif
-    default: products(pairs, wide, lines, 2, PAIRED, w, k, x, stride, sums); break;
-    }
-}
-
-/* a row of bfloat16 as float32 in the order in which `weights` gives it, zeros behind it */
-INLINE void spread(const bf16 *from, int64_t k, float *to) {
-    int64_t i = 0;
-#pragma GCC unroll 4
-    for (; i + STEP <= k; i += STEP) {
-        store(to + i, weights(0, (const char *)from, i, 0));
-        store(to + i + LANES, weights(0, (const char *)from, i, 1));
-    }
-    if (i < k) {
-        bf16 tail[STEP] = {0};
-        memcpy(tail, from + i, (k - i) * sizeof(bf16));
-        store(to + i, weights(0, (const char *)tail, 0, 0));
-        store(to + i + LANES, weights(0, (const char *)tail, 0, 1));
+    default: products(form, lines, 2, PAIRED, w, k, x, stride, sums); break;
     }
 }
 
 /* Functions of their own, in which the compiler finds good registers. What is fetched at each step: as many lines as it takes,
  * or one, where several passes share the fetching. */
-#define PRODUCTS(name, template, ...)                                                                                     \
+#define PRODUCTS(name, template, form, lines)                                                                             \
     static __attribute__((noinline)) void name(int n, const Rows *w, int64_t k, const char *x, int64_t stride, float *sums) { \
-        template(__VA_ARGS__, n, w, k, x, stride, sums);                                                                  \
+        template(form, lines, n, w, k, x, stride, sums);                                                                  \
     }
 #if DOT_BF16
-PRODUCTS(few_bf16, few, 1, 0, BF16_LINES)
-PRODUCTS(paired_bf16, paired, 1, 0, BF16_LINES / 2)
-PRODUCTS(many_bf16, few, 1, 0, 1)
+PRODUCTS(few_bf16, few, PAIRS, BF16_LINES)
+PRODUCTS(paired_bf16, paired, PAIRS, BF16_LINES / 2)
+PRODUCTS(first_bf16, few, PAIRS, 1)
+#define then_bf16 first_bf16
 #else
-PRODUCTS(few_bf16, few, 0, 0, BF16_LINES)
-PRODUCTS(paired_bf16, paired, 0, 0, (BF16_LINES + 1) / 2)
+PRODUCTS(few_bf16, few, BF16, BF16_LINES)
+PRODUCTS(paired_bf16, paired, BF16, (BF16_LINES + 1) / 2)
+PRODUCTS(first_bf16, few, FILL, 1)
+PRODUCTS(then_bf16, few, TILE, 1)
 #endif
-PRODUCTS(few_float, few, 0, 1, 2 * BF16_LINES)
-PRODUCTS(paired_float, paired, 0, 1, BF16_LINES)
-PRODUCTS(many_float, few, 0, 1, 1)
+PRODUCTS(few_float, few, FLOAT, 2 * BF16_LINES)
+PRODUCTS(paired_float, paired, FLOAT, BF16_LINES)
+PRODUCTS(many_float, few, FLOAT, 1)
 
 /* sums[n][LANES] = 4 rows of w, of which the first `valid` are there, times n rows of x. Fetches as much as these rows
  * from `next` on, evenly over the work, so that the memory stays busy while the cores multiply. tile: room for 4 rows */
 INLINE void block(const int wide, int n, const char *w, int valid, int64_t k, const char *x, int64_t stride, float *sums,
                   const char *next, float *tile) {
-    const int64_t size = wide ? 4 : 2, step = 4 * STEP * size;
-    Rows rows = {.next = next};
+    const int form = wide ? FLOAT : DOT_BF16 ? PAIRS : BF16;
+    const int64_t size = W_SIZE(form), step = 4 * STEP * size;
+    Rows rows = {.tile = tile, .next = next};
     for (int r = 0; r < 4; r++) rows.row[r] = w + (r < valid ? r : valid - 1) * k * size;
     if (n <= FEW) {
         rows.advance = step;
@@ -224,34 +232,37 @@ INLINE void block(const int wide, int n, const char *w, int valid, int64_t k, co
     }
     const int passes = (n + FEW - 1) / FEW;
     rows.advance = step / passes < 64 ? step / passes : 64;
-#if !DOT_BF16
-    if (!wide) { /* convert once for all tokens */
-        for (int r = 0; r < 4; r++) {
-            spread((const bf16 *)rows.row[r], k, tile + r * stride);
-            rows.row[r] = (const char *)(tile + r * stride);
-        }
-        k = stride;
-    }
-#define many_bf16 many_float
-#endif
     for (int p = 0; p < passes; p++) {
         const int64_t low = n * p / passes, high = n * (p + 1) / passes;
-        const char *from = x + low * stride * X_SIZE(DOT_BF16 && !wide);
-        (wide ? many_float : many_bf16)((int)(high - low), &rows, k, from, stride, sums + low * LANES);
+        void (*run)(int, const Rows *, int64_t, const char *, int64_t, float *) =
+            wide ? many_float : p == 0 ? first_bf16 : then_bf16;
+        run((int)(high - low), &rows, k, x + low * stride * X_SIZE(form), stride, sums + low * LANES);
         rows.next += k / STEP * rows.advance;
     }
 }
 
-/* a row of x ready for `products`: normed, in float32 unless pairs, zeros behind it. own: room for a row */
-INLINE void prepare(const int pairs, const int wide, const Linear *a, int64_t token, int64_t stride, void *to, bf16 *own) {
+/* a row of bfloat16 as float32 in the order in which `weights` gives it, zeros behind it */
+INLINE void spread(const bf16 *from, int64_t k, float *to) {
+    for (int64_t i = 0; i < k; i += STEP) {
+        bf16 tail[STEP] = {0};
+        if (i + STEP > k) memcpy(tail, from + i, (k - i) * sizeof(bf16));
+        const bf16 *at = i + STEP > k ? tail : from + i;
+        store(to + i, half_of(0, at, 0)), store(to + i + LANES, half_of(0, at, 1));
+    }
+}
+
+/* a row of x ready for `products`: normed, in the layout of the form, zeros behind it. own: room for a row */
+INLINE void prepare(const int form, const Linear *a, int64_t token, int64_t stride, void *to, bf16 *own) {
+    const int wide = form == FLOAT;
+    const int64_t size = X_SIZE(form);
     const char *x = (const char *)a->x + token * a->k * (wide ? 4 : 2);
-    if (pairs || wide) {
-        if (a->norm) norm_row(wide, x, a->norm, a->eps, a->k, to);
-        else memcpy(to, x, a->k * X_SIZE(pairs));
-        memset((char *)to + a->k * X_SIZE(pairs), 0, (stride - a->k) * X_SIZE(pairs));
-    } else {
+    if (form == BF16) {
         if (a->norm) norm_row(0, x, a->norm, a->eps, a->k, own);
         spread(a->norm ? own : (const bf16 *)x, a->k, to);
+    } else {
+        if (a->norm) norm_row(wide, x, a->norm, a->eps, a->k, to);
+        else memcpy(to, x, a->k * size);
+        memset((char *)to + a->k * size, 0, (stride - a->k) * size);
     }
 }
 
@@ -263,7 +274,7 @@ INLINE size_t room_for(int64_t tokens, int64_t k) {
 }
 
 INLINE void linear_as(const int wide, Team me, const Linear *a, void *room) {
-    const int pairs = DOT_BF16 && !wide, parts = a->kind == GATE_UP ? 2 : 1;
+    const int form = wide ? FLOAT : DOT_BF16 ? PAIRS : BF16, parts = a->kind == GATE_UP ? 2 : 1;
     const int64_t k = a->k, outs = a->outs, size = wide ? 4 : 2, stride = stride_of(k);
     int64_t low, high;
     share(me, (outs + 3) / 4, &low, &high);
@@ -272,7 +283,7 @@ INLINE void linear_as(const int wide, Team me, const Linear *a, void *room) {
         for (int i = 0; i < 128; i++) fetch((const char *)a->w + low * k * size + 64 * i);
 
     const int lead = 1 + (int)(LEAD / (4 * size) / k); /* blocks */
-    const int direct = !a->norm && k == stride && (pairs || wide), shared = !direct && a->tokens >= SHARED;
+    const int direct = !a->norm && k == stride && form != BF16, shared = !direct && a->tokens >= SHARED;
     float *tile = scratch(0, stride * 4 * sizeof(float) + stride * sizeof(bf16) + (direct || shared ? 0 : stride * SHARED * 4));
     bf16 *row = (bf16 *)(tile + 4 * stride);
     char *own = shared ? room : (char *)(row + stride);
@@ -288,7 +299,7 @@ INLINE void linear_as(const int wide, Team me, const Linear *a, void *room) {
                 if (slab) { BARRIER } /* until all are done with the last slab */
             }
             for (int64_t j = from; j < to; j++)
-                prepare(pairs, wide, a, slab + j, stride, own + j * stride * X_SIZE(pairs), row);
+                prepare(form, a, slab + j, stride, own + j * stride * X_SIZE(form), row);
             if (shared) { BARRIER }
         }
         for (int64_t o = low; o < high; o += LANES) {
