@@ -397,3 +397,33 @@ def test_a_drafter_finds_true_keys_and_values_on_cached_pages(fixed: bool) -> No
             drafts = it.stats.drafts
             assert drafts.accepted == drafts.drafted > 0, (prompt, tokens)
     assert hits > 30
+
+
+class Unsound(Ledger):
+    """A drafter whose logits are often not finite."""
+
+    def say(self, text: Any) -> Any:
+        logits = super().say(text)
+        if len(text) % 3 == 0:
+            logits[5:9] = (float("nan"), float("inf"), -float("inf"), float("nan"))
+        return logits
+
+
+@pytest.mark.parametrize("sampled", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
+def test_broken_logits_of_a_drafter_cost_time_and_nothing_else(fixed: bool, sampled: str) -> None:
+    settings = {"method": "draft_model", "model": "x", "num_speculative_tokens": 3, "draft_sample_method": sampled}
+    config = EngineConfig(max_model_len=96, max_num_seqs=3, kv_cache_tokens=400, speculation=Speculation.parse(settings))
+
+    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
+        around = Surroundings(slots, mirror, sampling, kv, config, fixed, 24, Unsound(0))  # type: ignore[arg-type]
+        assert config.speculation is not None
+        return TABLE["draft_model"](config.speculation, around)
+
+    requests = [request(str(i), [3 + i, 9, 4], 20) for i in range(4)]
+    want = run(Engine(Ledger(), EngineConfig(), lambda *_: None, Letters, False), *requests)  # type: ignore[arg-type]
+    it = Engine(Ledger(), config, make, Letters, fixed)  # type: ignore[arg-type]
+    got = run(it, *requests, request("drawn", [4, 4], 20, temperature=1.0, seed=1))
+    for one in requests:
+        assert ids(got[one.id]) == ids(want[one.id]) and got[one.id][-1].finish_reason == "length"
+    assert got["drawn"][-1].finish_reason == "length" and it.stats.drafts.accepted > 0

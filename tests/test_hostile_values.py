@@ -500,7 +500,9 @@ def test_a_request_that_can_never_run_is_not_added(llm: LLM, name: str, works: s
     assert idle(llm)
 
 
-@pytest.mark.parametrize("bad", [None, 5, "x", {}, Request, object(), SimpleNamespace(id="a")], ids=str)
+@pytest.mark.parametrize(
+    "bad", [None, 5, "x", {}, Request, object(), SimpleNamespace(id="a")], ids=lambda bad: type(bad).__name__
+)
 def test_what_is_no_request_is_not_added(llm: LLM, bad: Any) -> None:
     refusal(lambda: llm.engine.add(bad), "request", "forerun.types.Request")
     assert idle(llm)

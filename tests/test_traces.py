@@ -103,7 +103,7 @@ LINE = '{"prompt": "a", "timestamp": 1}\n'
         (LINE.encode("utf-16-le"), "line 1 has a zero byte"),
         (LINE.encode("utf-16-be"), "line 1 has a zero byte"),
         (LINE.encode("utf-32"), "UTF-32"),
-        (gzip.compress(LINE.encode()), "packed"),
+        (gzip.compress(LINE.encode(), mtime=0), "packed"),
         (LINE.encode() + LINE.replace("a", "ä").encode("latin-1"), "line 2 has byte 0xe4 at column 13"),
         (LINE.encode() * 2 + b'{"prompt": "\xff"}', "line 3"),
         (LINE.encode() + b'{"prompt": "\\ud83d"}', "line 2.*half of a character"),
