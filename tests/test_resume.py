@@ -221,7 +221,7 @@ def test_without_a_baseline_nothing_is_compared() -> None:
     made, watcher = bench.measure(watcher := Quiet()), watcher
     assert watcher.left and any("HTTP 401" in why for _, why in watcher.left)
     assert words.headline(made)[0] == "Nothing was measured: no request to the baseline was answered"
-    assert [s.arm for s in summary.unmeasured(made)] == [BASELINE]
+    assert [s.arm for s in summary.unanswered(made)] == [BASELINE]
 
 
 def test_a_side_that_does_not_come_up_at_the_start_ends_the_run_before_anything_is_measured() -> None:
@@ -511,18 +511,18 @@ def test_a_fault_of_our_own_loses_nothing(model: str, tmp_path: Path, monkeypatc
         raise ZeroDivisionError("a fault")
 
     calls = 0
-    bury = run._Run._bury
+    restart = run._Run._restart_if_dead
 
     async def later(self: Any, step: Step, batch: Batch) -> None:
         nonlocal calls
         calls += 1
         if calls == 5:
             raise ZeroDivisionError("a fault")
-        await bury(self, step, batch)
+        await restart(self, step, batch)
 
     path = tmp_path / "r.json"
     with monkeypatch.context() as patched:
-        patched.setattr(run._Run, "_bury", later)
+        patched.setattr(run._Run, "_restart_if_dead", later)
         shown = bench("-m", model, *ASKED, "-o", str(path))
     assert shown.exit_code == cli.BROKEN and "ZeroDivisionError: a fault" in shown.stderr and "Traceback" not in shown.output
     part = record.load(path)
@@ -533,7 +533,7 @@ def test_a_fault_of_our_own_loses_nothing(model: str, tmp_path: Path, monkeypatc
         shown = bench("-m", model, *ASKED, "-o", str(tmp_path / "s.json"))
     assert shown.exit_code == cli.UNANSWERED and "ZeroDivisionError: a fault" in shown.output
     calls = 0
-    monkeypatch.setattr(run._Run, "_bury", later)
+    monkeypatch.setattr(run._Run, "_restart_if_dead", later)
     assert "Traceback" in bench("-m", model, *ASKED, "-o", str(tmp_path / "t.json"), "--debug").stderr
 
 

@@ -811,7 +811,7 @@ def _execute(
     from forerun.bench import command, progress, words
     from forerun.bench.keeping import Keeper
     from forerun.bench.plan import scheduled_s
-    from forerun.bench.summary import unmeasured
+    from forerun.bench.summary import unanswered
 
     keeper = Keeper(path, replacing=earlier is not None)
     plan = command.plan_of(options)
@@ -844,7 +844,7 @@ def _execute(
     if not measured.finished:
         _tell(f"Interrupted. Go on with: {keeper.resume}")
         raise typer.Exit(INTERRUPTED)
-    if measured.given_up or unmeasured(measured):
+    if measured.given_up or unanswered(measured):
         raise typer.Exit(UNANSWERED)
     if not passed:
         raise typer.Exit(1)

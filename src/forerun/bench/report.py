@@ -11,7 +11,7 @@ from rich.text import Text
 
 from forerun.bench.record import ArmRecord, Record
 from forerun.bench.statistics import Ratio, Spread
-from forerun.bench.summary import Cell, cells, draws, unmeasured
+from forerun.bench.summary import Cell, cells, draws, unanswered
 from forerun.bench.words import about, command, drawn, failed, headline, model_of, sentence, title, warnings
 
 POSITIONS = 4  # draft positions shown in a table; the record and the page have them all
@@ -57,7 +57,7 @@ STYLE = {"faster": "green", "slower": "red", "no difference": "cyan", "not enoug
 def terminal(record: Record, width: int) -> Iterator[RenderableType]:
     """What to print on a terminal of that many columns, top to bottom."""
     yield Text(title(record))
-    for arm in unmeasured(record):
+    for arm in unanswered(record):
         yield Text(f"{arm.arm}: {failed(arm.requests, arm.requests, arm.reasons)}.", style="red")
     wide = width >= WIDE
     for task, of_task in by_task(record):

@@ -155,7 +155,7 @@ class _Run:
             self.watcher.began(label, self.names[step.side], step.round_ - self.plan.warmups, step.warmup)
             batch = await self._batch(step)
             self.batches.append(batch)
-            await self._bury(step, batch)
+            await self._restart_if_dead(step, batch)
             self.watcher.ended(batch)
             keep(self.record(finished=False))
 
@@ -217,7 +217,7 @@ class _Run:
                 return patience.lost
         return None
 
-    async def _bury(self, step: Step, batch: Batch) -> None:
+    async def _restart_if_dead(self, step: Step, batch: Batch) -> None:
         """After a batch with failures: bring down a side that has died, so that it is started again."""
         failed, index = next((a for a in batch.answers if a.failed), None), step.side
         side, name = self.subject.sides[index], self.names[index]

@@ -143,7 +143,7 @@ def measured(record: Record, task: str, load: Load, arm: str) -> list[Batch]:
 
 
 @dataclass(frozen=True, slots=True)
-class Silent:
+class Unanswered:
     """An arm that answered none of its requests. reasons: each with how many failed for it."""
 
     arm: str
@@ -151,13 +151,13 @@ class Silent:
     reasons: list[tuple[str, int]]
 
 
-def unmeasured(record: Record) -> list[Silent]:
+def unanswered(record: Record) -> list[Unanswered]:
     """The arms that answered none of their requests, warm-ups included. Those that were asked nothing are none of them."""
     found = []
     for arm in record.settings.arms:
         answers = [a for b in record.batches if b.arm == arm.name for a in b.answers]
         if answers and all(a.failed for a in answers):
-            found.append(Silent(arm.name, len(answers), reasons(answers)))
+            found.append(Unanswered(arm.name, len(answers), reasons(answers)))
     return found
 
 

@@ -13,7 +13,7 @@ from forerun.bench import options
 from forerun.bench.failures import counted
 from forerun.bench.record import ArmRecord, Difference, Load, Machine, Record
 from forerun.bench.statistics import Ratio, pairs_needed
-from forerun.bench.summary import Cell, Draw, cells, draws, margin, noise, unmeasured
+from forerun.bench.summary import Cell, Draw, cells, draws, margin, noise, unanswered
 from forerun.bench.workloads import TASKS, VARIANTS
 
 NEAR_TIE = 0.5  # in log-probability: wider than rounding in bfloat16 moves two logits of one forward pass apart
@@ -187,7 +187,7 @@ def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
     """The answer in a few words, and for each candidate where it is faster, where slower, where neither. A place is
     a task under a load; it pays there if one of the candidates is faster."""
     judged = [c for c in cells(record) if c.verdict is not None and c.arm != record.settings.control]
-    silent = {one.arm: failed(one.requests, one.requests, one.reasons) for one in unmeasured(record)}
+    silent = {one.arm: failed(one.requests, one.requests, one.reasons) for one in unanswered(record)}
     calls = {c.verdict for c in judged}
     places = list(dict.fromkeys(place(c.task, c.load, record) for c in judged))
     pays = list(dict.fromkeys(place(c.task, c.load, record) for c in judged if c.verdict == "faster"))
