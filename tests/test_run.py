@@ -380,12 +380,12 @@ def test_an_arm_that_does_not_answer_is_given_up_and_the_others_are_measured() -
     for ending, batches, reason in (("hang", 1, "not finished after 0.2 s"), ("http-500", 3, "HTTP 500: out of paper")):
 
         async def go(ending: str = ending) -> Record:
-            bad = MockServer(lambda body: Script(ending=ending))
+            bad, soon = MockServer(lambda body: Script(ending=ending)), Timeouts(0.2 if ending == "hang" else 600.0)
             async with MockServer(plain) as base, bad:
-                where = Address(base.url, "target", DIALECTS["vllm"], timeouts=Timeouts(0.2))
+                where = Address(base.url, "target", DIALECTS["vllm"])
                 sides = (
                     Running(ServedArm(BASELINE, None), where),
-                    Running(ServedArm("bad", {"method": "ngram"}), dataclasses.replace(where, url=bad.url)),
+                    Running(ServedArm("bad", {"method": "ngram"}), dataclasses.replace(where, url=bad.url, timeouts=soon)),
                 )
                 return await run.measure(plan(repetitions=4), Subject("m", "vllm", sides), Quiet())
 
