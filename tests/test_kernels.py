@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -457,3 +458,11 @@ print(cpu.kernels(torch.bfloat16).isa)
 """
     expected = next(isa for isa in cpu.isas() if "avx512" not in isa)
     assert fresh(code, CC=str(old), FORERUN_CACHE=str(tmp_path)).strip() == expected
+
+
+def test_an_installed_package_has_all_that_is_compiled() -> None:
+    folder = cpu.SOURCE.parent
+    settings = tomllib.loads((folder.parents[2] / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["forerun"]
+    packed = {path for pattern in patterns for path in folder.parent.glob(pattern)}
+    assert {path for path in folder.iterdir() if path.suffix in (".c", ".h")} <= packed

@@ -140,6 +140,13 @@ def test_each_load_is_a_cell_of_its_own() -> None:
     assert "4 requests at c=1, 16 requests at c=8, 24 requests at 2/s" in words.title(made)
 
 
+@pytest.mark.parametrize(("isa", "told"), [("avx2", "tiny bfloat16 (avx2) on Imagined"), (None, "tiny bfloat16 on Imagined")])
+def test_the_title_says_by_which_instruction_set(isa: str | None, told: str) -> None:
+    made = fake(ARMS)
+    arms = tuple(dataclasses.replace(arm, engine={"dtype": "bfloat16", "cpu_isa": isa}) for arm in made.settings.arms)
+    assert words.title(change(made, arms=arms)).startswith(told)
+
+
 def test_tables_fit_their_terminal_and_hold_every_figure() -> None:
     made = rich()
     for width in (80, 100, 120):

@@ -1,6 +1,6 @@
 """The few operations that a decoder is made of, each fused as far as a decode step wants it, in several forms that
-agree: plain torch (reference.py, the slow twin of the others, for any device and dtype), C for bfloat16 on the CPU
-(cpu.py, cpu.c), Triton for CUDA (cuda.py). Here is a decoder's layer, and how it is computed; what stands around the
+agree: plain torch (reference.py, the slow twin of the others, for any device and dtype), C for bfloat16 and float32 on
+the CPU (cpu.py, cpu.c), Triton for CUDA (cuda.py). Here is a decoder's layer, and how it is computed; what stands around the
 layers is in models/decoder.py.
 """
 
