@@ -16,7 +16,8 @@ COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 # what a logger writes in front of a message: process, level, time, place, in any order
 _PREFIX = re.compile(
-    r"^(?:\s*(?:\([^()]*pid=\d+[^()]*\)|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?|\[?\d\d-\d\d \d\d:\d\d:\d\d\]?|"
+    r"^(?:\s*(?:\([^()]*pid=\d+[^()]*\)|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?|"
+    r"\[?\d\d-\d\d(?: \d\d:\d\d:\d\d[\d.,]*)?\]?(?=\s)|"
     r"\[?\d\d/\d\d/\d{4}-\d\d:\d\d:\d\d\]?|\[[\w./-]+\.py:\d+\]|[\w./-]+\.py:\d+:?|\[?(?:ERROR|CRITICAL|FATAL|E)\]?:?(?=\s)|"
     r"\[(?:rank|TP|PP|DP|EP)?\d*(?:[ ,](?:rank|TP|PP|DP|EP)?\d+)*\]|\[TRT-LLM\]|\[[a-z]+\d*\]:|-(?=\s)))+\s?"
 )
