@@ -670,7 +670,7 @@ FINE = {  # of these, what is accepted
     "bench --repetitions": (), "bench --warmups": ("0",), "bench --max-tokens": (), "bench --concurrency": ("",),
     "bench --rate": ("2.5", ""), "bench --requests": (), "bench --samples": ("0",), "bench --seed": ("-1", "0", "9" * 25),
     "bench --slots": (), "bench --timeout": (), "bench --connect-timeout": (), "bench --idle-timeout": (),
-    "bench --context": (), "bench --trace-speed": (),
+    "bench --context": (), "bench --trace-speed": (), "bench --budget-minutes": ("0", "2.5"),
 }  # fmt: skip
 
 
