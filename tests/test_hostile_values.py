@@ -94,15 +94,25 @@ def flags(default: bool) -> Values:
     return Values(True, NOT_FLAG, [*pairs, (None, default)])
 
 
+class Walked:
+    """It can be walked through, any number of times, and nothing else."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __iter__(self) -> Any:
+        return iter(self.values)
+
+
 def texts(works: str) -> Values:
-    pairs = [("x", ("x",)), (["x", "y"], ("x", "y")), (iter(["x"]), ("x",)), (np.array(["x", "y"]), ("x", "y"))]
+    pairs = [("x", ("x",)), (["x", "y"], ("x", "y")), (Walked(["x"]), ("x",)), (np.array(["x", "y"]), ("x", "y"))]
     return Values(works, NOT_TEXTS, [*pairs, (None, ()), ([], ()), (np.str_("x"), ("x",))])
 
 
 def ids(works: str, *more: Any) -> Values:
     pairs = [
         ([5, 6], (5, 6)), ([5.0], (5,)), (np.array([5, 6]), (5, 6)), (torch.tensor([5, 6]), (5, 6)), ([np.int64(5)], (5,)),
-        ([torch.tensor(5)], (5,)), (iter([5]), (5,)), ([], ()), (np.array([5.0]), (5,)), (range(2), (0, 1)),
+        ([torch.tensor(5)], (5,)), (Walked([5]), (5,)), ([], ()), (np.array([5.0]), (5,)), (range(2), (0, 1)),
     ]  # fmt: skip
     return Values(works, (*NOT_IDS, *more), pairs)
 
