@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -196,7 +195,8 @@ def test_the_margin_at_a_token() -> None:
 
 
 def options(tmp_path: Path, **changes: Any) -> Options:
-    (tmp_path / "mock.toml").write_text(MOCK)
+    if not (tmp_path / "mock.toml").exists():
+        mock(tmp_path)
     given: dict[str, Any] = {
         "engine": "vllm", "template": tmp_path / "mock.toml", "program": sys.executable, "arms": ("ngram:k=3",),
         "model": "some/model", "tasks": ("explain",), "repetitions": 4, "max_tokens": 13,
@@ -210,17 +210,24 @@ def launched(what: Options) -> Record:
     return command.measure(made, command.subject_of(what, made), Quiet())
 
 
-def processes() -> list[int]:
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    mine = str(Path(__file__).parent / "mock_server.py")
-    return [int(line.split()[0]) for line in listed if mine in line and str(os.getpid()) not in line.split()[0]]
+def mock(folder: Path, text: str = MOCK) -> Path:
+    """A template whose engines run under a path of this test's own, so that they can be told from those of others."""
+    real, own = Path(__file__).parent / "mock_server.py", folder / "mock_server.py"
+    own.symlink_to(real)
+    (folder / "mock.toml").write_text(text.replace(str(real), str(own)))
+    return folder / "mock.toml"
+
+
+def processes(folder: Path) -> int:
+    """How many engines of this test are alive."""
+    listed = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return sum(str(folder / "mock_server.py") in line for line in listed)
 
 
 @pytest.mark.parametrize("alive", ["together", "in-turns"])
 def test_servers_are_launched_measured_and_gone(tmp_path: Path, alive: str) -> None:
-    before = processes()
     made = launched(options(tmp_path, alive=alive, concurrency=(1, 2)))
-    assert made.finished and processes() == before
+    assert made.finished and processes(tmp_path) == 0
     assert [a.name for a in made.settings.arms] == [BASELINE, "ngram k=3"] and made.settings.engine == "vllm"
     base, arm = (a.facts for a in made.settings.arms)
     assert base is not None and arm is not None and (base.kv_tokens, arm.kv_tokens) == (16384, 12288)
@@ -233,10 +240,9 @@ def test_servers_are_launched_measured_and_gone(tmp_path: Path, alive: str) -> N
 
 def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
     """At its fourth request: that one failed, the others were answered by it and by its successor."""
-    before = processes()
     made = launched(options(tmp_path, alive="together", arms=("ngram", "flags:--die-after 3"), repetitions=4))
     failed = [(b.arm, a.failure) for b in made.batches for a in b.answers if a.failed]
-    assert made.finished and not made.given_up and len(made.batches) == 3 * 5 and processes() == before
+    assert made.finished and not made.given_up and len(made.batches) == 3 * 5 and processes(tmp_path) == 0
     assert [arm for arm, _ in failed] == ["--die-after 3"] and "connection" in str(failed[0][1])
     assert any("--die-after 3 died while it measured explain and was started again" in w for w in words.warnings(made))
 
@@ -261,21 +267,20 @@ def test_a_server_that_cannot_be_started_again_costs_its_arm_only(tmp_path: Path
 
 def test_an_interrupt_leaves_a_record_and_no_server(tmp_path: Path) -> None:
     """The whole program, asked to end while it measures."""
-    before = processes()
-    (tmp_path / "mock.toml").write_text(MOCK.replace('"--port"', '"--step", "0.05", "--port"'))
+    mock(tmp_path, MOCK.replace('"--port"', '"--step", "0.05", "--port"'))
     words = ["bench", "-e", "vllm", "--template", str(tmp_path / "mock.toml"), "--program", sys.executable]
     words += ["-m", "some/model", "-a", "ngram", "--tasks", "explain", "-n", "40", "--alive", "together"]
     words += ["-o", str(tmp_path / "out.json")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     running = subprocess.Popen([sys.executable, "-m", "forerun", *words], text=True, **pipes)  # type: ignore[call-overload]
     until = time.monotonic() + 60
-    while len(processes()) < len(before) + 2 and time.monotonic() < until:
+    while processes(tmp_path) < 2 and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(1.0)
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=30)
+    out, err = running.communicate(timeout=60)
     assert running.returncode == 130, (out, err)
-    assert processes() == before
+    assert processes(tmp_path) == 0
     made = record.load(tmp_path / "out.json")
     assert not made.finished and f"--resume {tmp_path / 'out.json'}" in err
 
