@@ -6,7 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
-from forerun.bench.record import (
+from forerun.bench.records.record import (
     TIMES_UNKNOWN,
     Answer,
     ArmRecord,
@@ -127,7 +127,7 @@ def server(record: Record) -> Record:
 
 def rich() -> Record:
     """Three tasks, three loads, four arms with the control, costs, failures, differences: something of everything."""
-    from forerun.bench.record import Difference, FirstTokens
+    from forerun.bench.records.record import Difference, FirstTokens
 
     scheduler = {"async scheduling": "on", "model runner": "V2"}
     facts = {

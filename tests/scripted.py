@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from forerun.bench import run as runner
-from forerun.bench import workloads
-from forerun.bench.arms import BASELINE, CONTROL
-from forerun.bench.endpoint import Ask, Piece, RequestFailed, TokenLogprob
-from forerun.bench.launching import ServedArm
-from forerun.bench.plan import Plan, Step
-from forerun.bench.record import Batch, Counts, Facts, Load, Record, ServerCounters, Times
-from forerun.bench.subject import Subject, random_ids
+from forerun.bench.engines.arms import BASELINE, CONTROL
+from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, TokenLogprob
+from forerun.bench.engines.launching import ServedArm
+from forerun.bench.engines.subject import Subject, random_ids
+from forerun.bench.load.plan import Plan, Step
+from forerun.bench.records.record import Batch, Counts, Facts, Load, Record, ServerCounters, Times
+from forerun.bench.workloads import tasks as workloads
 from forerun.engine.stats import DraftStats
 
 SPECIAL = frozenset({0, 1, 2})

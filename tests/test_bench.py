@@ -14,11 +14,15 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
-from forerun.bench import arms, equality, record, report, summary, workloads
-from forerun.bench.arms import BASELINE, CONTROL
-from forerun.bench.endpoint import Ask, RequestFailed
-from forerun.bench.plan import Plan, interleaved
-from forerun.bench.record import Answer, Batch, Load, Record
+from forerun.bench.engines import arms
+from forerun.bench.engines.arms import BASELINE, CONTROL
+from forerun.bench.engines.endpoint import Ask, RequestFailed
+from forerun.bench.load import equality
+from forerun.bench.load.plan import Plan, interleaved
+from forerun.bench.pages import report
+from forerun.bench.records import record, summary
+from forerun.bench.records.record import Answer, Batch, Load, Record
+from forerun.bench.workloads import tasks as workloads
 from forerun.types import SettingError
 from tests.scripted import FAST, SPECIAL, Quiet, Script, Sent, scripted
 

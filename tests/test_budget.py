@@ -13,11 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun import cli
-from forerun.bench import budget, command, record, workloads
-from forerun.bench.budget import Failed, Pace
-from forerun.bench.plan import Plan, Step, steps_of
-from forerun.bench.progress import EVERY_S, Course, Lines, duration
-from forerun.bench.record import Batch, Load
+from forerun.bench import command
+from forerun.bench.load import budget
+from forerun.bench.load.budget import Failed, Pace
+from forerun.bench.load.plan import Plan, Step, steps_of
+from forerun.bench.pages.progress import EVERY_S, Course, Lines, duration
+from forerun.bench.records import record
+from forerun.bench.records.record import Batch, Load
+from forerun.bench.workloads import tasks as workloads
 from tests.scripted import FAST, Script, refused, scripted
 from tests.tiny import tiny_model
 

@@ -14,7 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from forerun import __version__, cli
-from forerun.bench import record, report
+from forerun.bench.pages import report
+from forerun.bench.records import record
 from tests.tiny import tiny_model
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}

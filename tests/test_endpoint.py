@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from forerun.bench import latency, load, metrics, summary
-from forerun.bench.endpoint import Ask, Piece
-from forerun.bench.openai import DIALECTS, Address, HttpEndpoint, Timeouts
-from forerun.bench.record import Answer, Chunk, Counts, Load, ServerCounters
-from forerun.bench.reply import Reply
-from forerun.bench.sse import EventReader
+from forerun.bench.engines import metrics
+from forerun.bench.engines.endpoint import Ask, Piece
+from forerun.bench.engines.openai import DIALECTS, Address, HttpEndpoint, Timeouts
+from forerun.bench.engines.reply import Reply
+from forerun.bench.engines.sse import EventReader
+from forerun.bench.load import latency
+from forerun.bench.load import sending as load
+from forerun.bench.records import summary
+from forerun.bench.records.record import Answer, Chunk, Counts, Load, ServerCounters
 from forerun.engine.stats import DraftStats
 from tests.mock_server import ENDINGS, MockServer, Script
 

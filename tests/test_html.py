@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from forerun.bench import charts, html, report, summary, svg, words
-from forerun.bench.statistics import Ratio, spread
+from forerun.bench.pages import charts, html, report, svg, words
+from forerun.bench.records import summary
+from forerun.bench.records.statistics import Ratio, spread
 from tests import browser
 from tests.records import SWEEP, Way, fake, rich, server
 

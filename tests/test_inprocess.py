@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from forerun.bench import command, latency, load, record, summary
-from forerun.bench.endpoint import Ask
-from forerun.bench.inprocess import InProcess
+from forerun.bench import command
+from forerun.bench.engines.endpoint import Ask
+from forerun.bench.engines.inprocess import InProcess
+from forerun.bench.load import latency
+from forerun.bench.load import sending as load
 from forerun.bench.options import Options
-from forerun.bench.record import Answer, Load
+from forerun.bench.records import record, summary
+from forerun.bench.records.record import Answer, Load
 from forerun.llm import LLM, LoadedModel
 from forerun.types import SamplingParams
 from tests.scripted import Quiet

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from forerun.bench import failures, load
-from forerun.bench.endpoint import Ask, Piece, RequestFailed
-from forerun.bench.patience import Patience
-from forerun.bench.record import Answer, Facts, Load, ServerCounters
+from forerun.bench.engines import failures
+from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed
+from forerun.bench.load import sending as load
+from forerun.bench.load.patience import Patience
+from forerun.bench.records.record import Answer, Facts, Load, ServerCounters
 from forerun.types import SettingError
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.bench import logs
+from forerun.bench.engines import logs
 
 NOISE = "\n".join(f"INFO 11-29 18:00:{i:02} [loader.py:{i}] loading part {i}" for i in range(60))
 VLLM_MEMORY = (

@@ -19,9 +19,12 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun import cli
-from forerun.bench import addresses, command, options, record, redaction, words
-from forerun.bench.openai import DIALECTS, Address
+from forerun.bench import command, options
+from forerun.bench.engines import addresses
+from forerun.bench.engines.openai import DIALECTS, Address
 from forerun.bench.options import DEFAULTS, FLAGS, Options
+from forerun.bench.pages import words
+from forerun.bench.records import record, redaction
 from forerun.types import SettingError
 from tests.mock_server import MockServer, Script, paced
 from tests.records import Way, fake
@@ -159,7 +162,7 @@ def test_records_of_older_versions_give_a_command_that_can_be_parsed(name: str, 
     assert (plan.repetitions, plan.max_tokens) == (made.settings.repetitions, made.settings.max_tokens)
     assert [t.name for t in plan.tasks] == list(made.settings.tasks)
     if asked.engine == "forerun":
-        from forerun.bench.arms import parse
+        from forerun.bench.engines.arms import parse
 
         given = [arm.speculation.effective() for arm in parse(asked.arms) if arm.speculation]
         assert given == [a.speculation for a in made.settings.arms if a.speculation is not None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forerun.bench import redaction
+from forerun.bench.records import redaction
 
 S = "Zq7-planted_secret.42"
 

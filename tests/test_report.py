@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from forerun.bench import changes, compare, record, report, summary, words
-from forerun.bench.record import Batch, Chunk, Counts, FirstTokens, Load, Record
-from forerun.bench.summary import Cell
+from forerun.bench.pages import changes, report, words
+from forerun.bench.records import compare, record, summary
+from forerun.bench.records.record import Batch, Chunk, Counts, FirstTokens, Load, Record
+from forerun.bench.records.summary import Cell
 from forerun.cli import app
 from forerun.types import SettingError
 from tests.records import SWEEP, Way, fake, rich, server

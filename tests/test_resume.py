@@ -21,12 +21,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from forerun import cli
-from forerun.bench import record, redaction, report, run, summary, thresholds, words
-from forerun.bench.arms import BASELINE
-from forerun.bench.endpoint import Ask, RequestFailed
-from forerun.bench.keeping import Keeper
-from forerun.bench.plan import Step, missing, steps_of
-from forerun.bench.record import Batch, Record, RecordFile
+from forerun.bench import run
+from forerun.bench.engines.arms import BASELINE
+from forerun.bench.engines.endpoint import Ask, RequestFailed
+from forerun.bench.load.plan import Step, missing, steps_of
+from forerun.bench.pages import report, words
+from forerun.bench.records import record, redaction, summary, thresholds
+from forerun.bench.records.keeping import Keeper
+from forerun.bench.records.record import Batch, Record, RecordFile
 from forerun.types import SettingError
 from tests.records import Way, fake
 from tests.scripted import FAST, Bench, Quiet, Script, ScriptedSide, refused, scripted
@@ -248,7 +250,7 @@ def test_reasons_are_counted_by_kind_wherever_results_are_shown() -> None:
     made = scripted({"bad": FAST._replace(fault=fault)}, repetitions=4, concurrency=4, tasks=("explain",)).measure()
     (cell,) = [c for c in summary.cells(made) if c.arm == "bad"]
     assert cell.failures > 4 and sum(n for _, n in cell.reasons) == cell.failures and len(cell.reasons) == 2
-    from forerun.bench import html
+    from forerun.bench.pages import html
 
     for text in (report.markdown(made), html.page(made), "\n".join(words.warnings(made))):
         assert "requests failed: HTTP 429: wait 5 s (" in text and "HTTP 401: no such key (" in text
@@ -556,7 +558,8 @@ def test_a_program_that_is_asked_to_end_leaves_its_record(model: str, tmp_path: 
 
 
 def test_an_interrupt_before_anything_is_measured(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.bench import budget, command
+    from forerun.bench import command
+    from forerun.bench.load import budget
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -574,11 +577,11 @@ FAULTS: list[tuple[str, Exception, int, str]] = [
     ("forerun.bench.command.subject_of", SettingError("dtype", "x", "give auto"), 2, "dtype='x': give auto"),
     ("forerun.bench.command.subject_of", RuntimeError("CUDA error"), 4, "RuntimeError: CUDA error"),
     ("forerun.bench.command.described", KeyError("a"), 4, "KeyError: 'a'"),
-    ("forerun.bench.budget.pace_of", MemoryError(), 4, "MemoryError"),
-    ("forerun.bench.budget.fitted", ZeroDivisionError("division by zero"), 4, "ZeroDivisionError: division by zero"),
+    ("forerun.bench.load.budget.pace_of", MemoryError(), 4, "MemoryError"),
+    ("forerun.bench.load.budget.fitted", ZeroDivisionError("division by zero"), 4, "ZeroDivisionError: division by zero"),
     ("forerun.bench.run.measure", AssertionError(), 4, "AssertionError"),
-    ("forerun.bench.report.terminal", TypeError("no\nlines"), 4, "TypeError: no"),
-    ("forerun.bench.html.page", UnicodeEncodeError("utf-8", "x", 0, 1, "odd"), 4, "UnicodeEncodeError"),
+    ("forerun.bench.pages.report.terminal", TypeError("no\nlines"), 4, "TypeError: no"),
+    ("forerun.bench.pages.html.page", UnicodeEncodeError("utf-8", "x", 0, 1, "odd"), 4, "UnicodeEncodeError"),
 ]
 
 
@@ -599,5 +602,5 @@ def test_no_error_is_a_traceback_and_none_loses_what_was_measured(
     assert shown.exit_code == code and len(last) == 1 and said in last[0] and "Traceback" not in shown.output
     assert ("--debug" in shown.stderr) == (code == cli.BROKEN)
     assert debug.exit_code == code and "Traceback" in debug.stderr
-    if place.startswith(("forerun.bench.report", "forerun.bench.html")):
+    if place.startswith(("forerun.bench.pages.report", "forerun.bench.pages.html")):
         assert record.load(path).finished, "what fails is the showing"

@@ -15,16 +15,20 @@ from typing import Any
 
 import pytest
 
-from forerun.bench import command, equality, latency, record, run, summary, words, workloads
-from forerun.bench.arms import BASELINE, CONTROL
-from forerun.bench.launching import ServedArm
-from forerun.bench.openai import DIALECTS, OWN_FIELDS, Address, Timeouts
+from forerun.bench import command, run
+from forerun.bench.engines.arms import BASELINE, CONTROL
+from forerun.bench.engines.launching import ServedArm
+from forerun.bench.engines.openai import DIALECTS, OWN_FIELDS, Address, Timeouts
+from forerun.bench.engines.servers import Server
+from forerun.bench.engines.sides import Running
+from forerun.bench.engines.subject import Subject, random_ids
+from forerun.bench.load import equality, latency
+from forerun.bench.load.plan import Plan, in_turns, interleaved
 from forerun.bench.options import Options
-from forerun.bench.plan import Plan, in_turns, interleaved
-from forerun.bench.record import Answer, Counts, Load, Record, ServerCounters
-from forerun.bench.servers import Server
-from forerun.bench.sides import Running
-from forerun.bench.subject import Subject, random_ids
+from forerun.bench.pages import words
+from forerun.bench.records import record, summary
+from forerun.bench.records.record import Answer, Counts, Load, Record, ServerCounters
+from forerun.bench.workloads import tasks as workloads
 from forerun.types import SettingError
 from tests.mock_server import MockServer, Script, paced
 from tests.scripted import Quiet
@@ -185,7 +189,7 @@ def test_orders() -> None:
 
 
 def test_the_margin_at_a_token() -> None:
-    from forerun.bench.endpoint import TokenLogprob
+    from forerun.bench.engines.endpoint import TokenLogprob
 
     assert equality.margin_at(TokenLogprob("a", -0.5, (("a", -0.5), ("b", -0.75)))) == pytest.approx(0.25)
     assert equality.margin_at(TokenLogprob("a", -0.5, (("a", -0.5),))) is None

@@ -18,16 +18,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from forerun.bench import html, latency, load, record, report, run, summary, words
-from forerun.bench.arms import BASELINE
-from forerun.bench.endpoint import Ask, Piece
-from forerun.bench.launching import ServedArm
-from forerun.bench.openai import DIALECTS, Address, HttpEndpoint, Timeouts
-from forerun.bench.patience import Patience
-from forerun.bench.record import Answer, Load, Record, ServerCounters
-from forerun.bench.reply import Reply
-from forerun.bench.sides import Running
-from forerun.bench.sse import Event, EventReader
+from forerun.bench import run
+from forerun.bench.engines.arms import BASELINE
+from forerun.bench.engines.endpoint import Ask, Piece
+from forerun.bench.engines.launching import ServedArm
+from forerun.bench.engines.openai import DIALECTS, Address, HttpEndpoint, Timeouts
+from forerun.bench.engines.reply import Reply
+from forerun.bench.engines.sides import Running
+from forerun.bench.engines.sse import Event, EventReader
+from forerun.bench.load import latency
+from forerun.bench.load import sending as load
+from forerun.bench.load.patience import Patience
+from forerun.bench.pages import html, report, words
+from forerun.bench.records import record, summary
+from forerun.bench.records.record import Answer, Load, Record, ServerCounters
 from tests.mock_server import END, HEAD, MockServer, Script, chunk, events, response, stream
 from tests.test_run import Quiet, Subject, plan
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from forerun.bench import launching, servers
-from forerun.bench.launching import ServedArm
-from forerun.bench.servers import Launch, Server
+from forerun.bench.engines import launching, servers
+from forerun.bench.engines.launching import ServedArm
+from forerun.bench.engines.servers import Launch, Server
 from forerun.config import Speculation
 from forerun.types import SettingError
 
@@ -232,7 +232,7 @@ def test_the_reason_in_the_middle_of_a_long_log_is_shown(tmp_path: Path) -> None
 def test_the_users_folder_is_not_written_down() -> None:
     home = os.path.expanduser("~")
     assert [servers._from_home(word) for word in (f"{home}/x", "/opt/x")] == ["~/x", "/opt/x"]
-    assert servers._from_home(servers.__file__) == "forerun/bench/servers.py"
+    assert servers._from_home(servers.__file__) == "forerun/bench/engines/servers.py"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])

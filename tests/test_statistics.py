@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from forerun.bench.distribution import Comparison, one_sample, two_samples
-from forerun.bench.statistics import (
+from forerun.bench.records.distribution import Comparison, one_sample, two_samples
+from forerun.bench.records.statistics import (
     MINIMUM_PAIRS,
     Ratio,
     median,

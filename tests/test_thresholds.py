@@ -9,9 +9,10 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from forerun.bench import html, record, report, thresholds
-from forerun.bench.record import Record
-from forerun.bench.thresholds import Check, check, exist, junit, parse
+from forerun.bench.pages import html, report
+from forerun.bench.records import record, thresholds
+from forerun.bench.records.record import Record
+from forerun.bench.records.thresholds import Check, check, exist, junit, parse
 from forerun.cli import app
 from forerun.types import SettingError
 from tests.records import SWEEP, Way, fake, rich

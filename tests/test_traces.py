@@ -12,14 +12,16 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun import cli
-from forerun.bench import command, traces, words
-from forerun.bench.launching import ServedArm
-from forerun.bench.openai import DIALECTS, Address
+from forerun.bench import command
+from forerun.bench.engines.launching import ServedArm
+from forerun.bench.engines.openai import DIALECTS, Address
+from forerun.bench.engines.sides import Running
+from forerun.bench.engines.subject import Subject
+from forerun.bench.load.plan import interleaved, scheduled_s
 from forerun.bench.options import Options
-from forerun.bench.plan import interleaved, scheduled_s
-from forerun.bench.record import Load
-from forerun.bench.sides import Running
-from forerun.bench.subject import Subject
+from forerun.bench.pages import words
+from forerun.bench.records.record import Load
+from forerun.bench.workloads import traces
 from forerun.types import SettingError
 
 

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun import cli
-from forerun.bench import record
 from forerun.bench.command import Options, plan_of, subject_of
+from forerun.bench.records import record
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters.table import TABLE, Surroundings
 from forerun.engine.engine import Engine

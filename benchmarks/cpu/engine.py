@@ -25,15 +25,15 @@ import numpy as np
 import torch
 from machine import describe, limits
 
-from forerun.bench.arms import BASELINE, parse
 from forerun.bench.command import measure
-from forerun.bench.launching import ServedArm
-from forerun.bench.plan import Plan
-from forerun.bench.progress import Course
-from forerun.bench.record import Batch
-from forerun.bench.sides import Embedded
-from forerun.bench.subject import Subject
-from forerun.bench.workloads import find
+from forerun.bench.engines.arms import BASELINE, parse
+from forerun.bench.engines.launching import ServedArm
+from forerun.bench.engines.sides import Embedded
+from forerun.bench.engines.subject import Subject
+from forerun.bench.load.plan import Plan
+from forerun.bench.pages.progress import Course
+from forerun.bench.records.record import Batch
+from forerun.bench.workloads.tasks import find
 from forerun.llm import LLM, LoadedModel
 from forerun.types import SamplingParams
 

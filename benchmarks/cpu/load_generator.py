@@ -25,10 +25,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from forerun.bench import latency, load
-from forerun.bench.endpoint import Ask
-from forerun.bench.openai import DIALECTS, Address, HttpEndpoint
-from forerun.bench.record import Answer, Load
+from forerun.bench.engines.endpoint import Ask
+from forerun.bench.engines.openai import DIALECTS, Address, HttpEndpoint
+from forerun.bench.load import latency
+from forerun.bench.load import sending as load
+from forerun.bench.records.record import Answer, Load
 from tests.mock_server import MockServer, Script
 
 STREAMS, RATE, SECONDS, FIRST_S = 64, 200, 5.0, 0.5

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from forerun.bench.command import Limit
+    from forerun.bench.engines.subject import Subject
+    from forerun.bench.load.plan import Plan
     from forerun.bench.options import Options
-    from forerun.bench.plan import Plan
-    from forerun.bench.record import Record
-    from forerun.bench.subject import Subject
+    from forerun.bench.records.record import Record
     from forerun.engine.stats import DraftStats
     from forerun.llm import Output
 
@@ -155,7 +155,7 @@ def _known(error: Exception) -> str | None:
 def _complain(line: str) -> None:
     from rich.console import Console
 
-    from forerun.bench.redaction import hide
+    from forerun.bench.records.redaction import hide
 
     # soft_wrap: one line, whatever the terminal's width, so that it can be searched for
     Console(stderr=True, soft_wrap=True, highlight=False).print(hide(line), style="red", markup=False)
@@ -633,7 +633,7 @@ def bench(
     with plain_errors(debug):
         from rich.console import Console
 
-        from forerun.bench import launching
+        from forerun.bench.engines import launching
         from forerun.bench.options import Options, resumed
 
         if print_template:
@@ -713,8 +713,8 @@ def report(
     with plain_errors(debug):
         from rich.console import Console
 
-        from forerun.bench import changes
-        from forerun.bench import html as pages
+        from forerun.bench.pages import changes
+        from forerun.bench.pages import html as pages
 
         console = Console()
         wanted = _Outputs(markdown, html, tuple(ci or ()), junit)
@@ -790,8 +790,8 @@ def _given(ctx: typer.Context, options: Options) -> dict[str, Any]:
 
 def _limit(minutes: float | None, given: Mapping[str, Any]) -> Limit:
     """What a run may take, and what may be made smaller for that: what the user has not chosen."""
-    from forerun.bench.budget import DEFAULT_MINUTES
     from forerun.bench.command import Limit
+    from forerun.bench.load.budget import DEFAULT_MINUTES
 
     chosen = minutes is not None
     if minutes is None:
@@ -808,10 +808,11 @@ def _execute(
     options: Options, earlier: Record | None, limit: Limit, path: Path, wanted: _Outputs, console: Console
 ) -> None:
     """Measure what the options ask for, or what an earlier part of that left over; write the record and what else is wanted."""
-    from forerun.bench import command, progress, words
-    from forerun.bench.keeping import Keeper
-    from forerun.bench.plan import scheduled_s
-    from forerun.bench.summary import unanswered
+    from forerun.bench import command
+    from forerun.bench.load.plan import scheduled_s
+    from forerun.bench.pages import progress, words
+    from forerun.bench.records.keeping import Keeper
+    from forerun.bench.records.summary import unanswered
 
     keeper = Keeper(path, replacing=earlier is not None)
     plan = command.plan_of(options)
@@ -892,8 +893,8 @@ class _Outputs:
     def possible(self, records: Sequence[Path]) -> None:
         """Raises SettingError for a file that cannot be written, for one that would be written over another or over one of
         these records, and for a threshold that cannot be read."""
-        from forerun.bench import thresholds
-        from forerun.bench.keeping import writable
+        from forerun.bench.records import thresholds
+        from forerun.bench.records.keeping import writable
 
         for name, path in (("markdown", self.markdown), ("html", self.html), ("junit", self.junit)):
             if path is not None:
@@ -908,13 +909,14 @@ class _Outputs:
 
     def meaningful(self, tasks: Sequence[str], loads: Sequence[str], arms: Sequence[str]) -> None:
         """Raises SettingError for a threshold on what is not measured."""
-        from forerun.bench import thresholds
+        from forerun.bench.records import thresholds
 
         thresholds.exist(thresholds.parse(self.ci), tasks, loads, arms)
 
     def write(self, record: Record, console: Console) -> bool:
         """Show it, write the files. Whether every threshold holds."""
-        from forerun.bench import html, report, thresholds
+        from forerun.bench.pages import html, report
+        from forerun.bench.records import thresholds
 
         report.show(record, console)
         if self.markdown is not None:
@@ -955,7 +957,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _record(path: Path) -> Record:
-    from forerun.bench import record
+    from forerun.bench.records import record
 
     try:
         return record.load(path)

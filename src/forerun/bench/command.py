@@ -20,20 +20,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.bench import addresses, arms, budget, launching, machine, run, traces, workloads
-from forerun.bench.arms import BASELINE, CONTROL
-from forerun.bench.launching import ServedArm
-from forerun.bench.openai import DIALECTS, Address, check_body
+from forerun.bench import run
+from forerun.bench.engines import addresses, arms, launching
+from forerun.bench.engines.arms import BASELINE, CONTROL
+from forerun.bench.engines.launching import ServedArm
+from forerun.bench.engines.openai import DIALECTS, Address, check_body
+from forerun.bench.engines.servers import Launch, Server, available_memory, memory_share
+from forerun.bench.engines.sides import Embedded, Launched, Running, Side
+from forerun.bench.engines.subject import Origin, Subject, random_ids
+from forerun.bench.load import budget
+from forerun.bench.load.plan import Plan, fingerprint
 from forerun.bench.options import Options, asked, words
-from forerun.bench.plan import Plan, fingerprint
-from forerun.bench.progress import Course
-from forerun.bench.record import Load, Record
-from forerun.bench.redaction import hide, hide_command, remember, secrets_of
+from forerun.bench.pages.progress import Course
+from forerun.bench.records import machine
+from forerun.bench.records.record import Load, Record
+from forerun.bench.records.redaction import hide, hide_command, remember, secrets_of
 from forerun.bench.run import Watcher
-from forerun.bench.servers import Launch, Server, available_memory, memory_share
-from forerun.bench.sides import Embedded, Launched, Running, Side
-from forerun.bench.subject import Origin, Subject, random_ids
-from forerun.bench.workloads import Prompt, Task
+from forerun.bench.workloads import tasks as workloads
+from forerun.bench.workloads import traces
+from forerun.bench.workloads.tasks import Prompt, Task
 from forerun.checks import LARGEST, SettingError, Whole, require, whole
 from forerun.config import MOST_SEQUENCES
 

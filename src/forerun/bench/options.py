@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.bench import workloads
-from forerun.bench.openai import Timeouts
-from forerun.bench.redaction import HIDDEN, hide, hide_command
+from forerun.bench.engines.openai import Timeouts
+from forerun.bench.records.redaction import HIDDEN, hide, hide_command
+from forerun.bench.workloads import tasks as workloads
 from forerun.checks import LARGEST, SettingError, Whole, require
 
 LIMITS = Timeouts()

@@ -16,14 +16,17 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from forerun.bench import equality, machine
-from forerun.bench import load as loads
-from forerun.bench.arms import BASELINE, CONTROL
-from forerun.bench.endpoint import Ask
-from forerun.bench.metrics import difference
-from forerun.bench.patience import Patience
-from forerun.bench.plan import Plan, Step, arrivals_of, missing, steps_of
-from forerun.bench.record import (
+from forerun.bench.engines.arms import BASELINE, CONTROL
+from forerun.bench.engines.endpoint import Ask
+from forerun.bench.engines.metrics import difference
+from forerun.bench.engines.sides import Side
+from forerun.bench.engines.subject import Subject, asks_of, names
+from forerun.bench.load import equality
+from forerun.bench.load import sending as loads
+from forerun.bench.load.patience import Patience
+from forerun.bench.load.plan import Plan, Step, arrivals_of, missing, steps_of
+from forerun.bench.records import machine
+from forerun.bench.records.record import (
     NOT_COUNTED,
     TIMES_UNKNOWN,
     Answer,
@@ -36,10 +39,8 @@ from forerun.bench.record import (
     ServerCounters,
     Settings,
 )
-from forerun.bench.redaction import hide
-from forerun.bench.sides import Side
-from forerun.bench.subject import Subject, asks_of, names
-from forerun.bench.workloads import TASKS, Task
+from forerun.bench.records.redaction import hide
+from forerun.bench.workloads.tasks import TASKS, Task
 from forerun.engine.stats import DraftStats
 from forerun.types import SettingError
 

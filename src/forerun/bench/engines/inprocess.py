@@ -1,0 +1,158 @@
+"""The engine in this process as an endpoint: requests are added between two of its steps, as in a server. Knows the engine's
+events; speaks no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+import forerun
+from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, TokenLogprob
+from forerun.bench.records.record import Counts, Facts, ServerCounters
+from forerun.types import Event, SamplingParams, SettingError
+
+if TYPE_CHECKING:
+    from forerun.engine.owner import Stream
+    from forerun.engine.scheduler import Sequence
+    from forerun.llm import LLM
+
+LOG = logging.getLogger("forerun")
+
+
+class InProcess:
+    """Steps the engine for as long as it has work. A step keeps the loop from running, so a request that falls due meanwhile
+    waits for the next one; its latency counts from when it was due.
+
+    broken: the exception that its owner raised, after which nothing is known of the engine's state and every request fails.
+    What the engine itself catches ends single requests and is none of these.
+    """
+
+    def __init__(self, llm: LLM, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.llm, self._clock = llm, clock
+        self.broken: str | None = None
+        self._waiting: dict[Stream, _Waiting] = {}
+        self._driver: asyncio.Task[None] | None = None
+
+    async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
+        """As in endpoint.Endpoint, but that the pieces are handed on together when the request has ended, each with the time of
+        its step: to hand them on one by one would take time from the steps."""
+        if self.broken is not None:
+            raise RequestFailed(self.broken)
+        llm = self.llm
+        try:
+            prompt: str | list[int] = ask.text or "" if ask.ids is None else list(ask.ids)
+            if ask.messages is not None:
+                prompt = llm.chat_ids(ask.messages)
+            request = llm.prepare(prompt, _params(ask))
+        except Exception as error:
+            raise RequestFailed(
+                str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}"
+            ) from error
+        try:
+            stream = llm.owner.submit([request])
+        except SettingError as error:
+            raise RequestFailed(str(error)) from None
+        except Exception as error:
+            self.broken = f"the engine raised {type(error).__name__}: {error}"
+            raise RequestFailed(self.broken) from error
+        start, live = self._clock(), stream.live[request.id]
+        waiting = self._waiting[stream] = _Waiting()
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            await waiting.ended.wait()
+        finally:
+            del self._waiting[stream]
+            stream.close()
+        produced, prompt_tokens = 0, len(request.prompt_ids)
+        for at, event in waiting.events:
+            produced += len(event.tokens)
+            piece = Piece(at, event.text, event.tokens, logprobs=_logprobs(event))
+            if event.finish_reason is None:
+                yield piece
+                continue
+            if event.finish_reason not in ("stop", "length"):
+                raise RequestFailed(_failure(event))
+            usage = {"prompt_tokens": prompt_tokens, "completion_tokens": produced}
+            yield piece._replace(
+                finish_reason=event.finish_reason, usage=usage, counts=_counts(live), prompt_tokens=prompt_tokens,
+                queued_s=max(live.admitted_at - start, 0.0), output_tokens=produced,
+            )  # fmt: skip
+            return
+        raise RequestFailed(waiting.failure or "the engine did not end it")
+
+    async def _drive(self) -> None:
+        llm = self.llm
+        try:
+            while llm.engine.has_work:
+                llm.owner.advance()
+                now = self._clock()
+                for stream, waiting in self._waiting.items():
+                    for arrival in stream.take():
+                        waiting.add(now, arrival.event)
+                await asyncio.sleep(0)
+        except Exception as error:
+            LOG.debug("the engine failed", exc_info=True)
+            self.broken = f"the engine raised {type(error).__name__}: {error}"
+        for waiting in self._waiting.values():
+            waiting.fail(self.broken or "the engine has no work left and did not end it")
+
+    async def facts(self) -> Facts:
+        """Of this package's engine."""
+        return Facts("forerun", forerun.__version__, kv_tokens=self.llm.engine.kv_tokens)
+
+    async def counters(self) -> ServerCounters | None:
+        """None: everything is counted request by request."""
+        return None
+
+
+class _Waiting:
+    """A request that is under way: its events so far, and whether there will be more."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[float, Event]] = []
+        self.ended = asyncio.Event()
+        self.failure: str | None = None
+
+    def add(self, at: float, event: Event) -> None:
+        self.events.append((at, event))
+        if event.finish_reason is not None:
+            self.ended.set()
+
+    def fail(self, why: str) -> None:
+        """Unless it has ended."""
+        if not self.ended.is_set():
+            self.failure = why
+            self.ended.set()
+
+
+def _failure(event: Event) -> str:
+    """Why a request ended that ended neither by a stop nor at its length."""
+    return event.error or f"the engine ended it with the reason {event.finish_reason!r}"
+
+
+def _params(ask: Ask) -> SamplingParams:
+    return SamplingParams(
+        temperature=ask.temperature,
+        max_tokens=ask.max_tokens,
+        ignore_eos=ask.ignore_eos,
+        seed=ask.seed,
+        prediction=ask.prediction,
+        logprobs=ask.logprobs,
+    )
+
+
+def _logprobs(event: Event) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(str(one.token), one.logprob, tuple((str(token), value) for token, value in one.top))
+        for one in event.logprobs
+    )
+
+
+def _counts(live: Sequence) -> Counts:
+    s = live.stats
+    return Counts(s.steps, s.drafting_steps, s.drafted, s.accepted, tuple(s.drafted_at), tuple(s.accepted_at))

@@ -1,0 +1,1 @@
+"""How requests are sent: the plan of a run, its batches, their timing, and when to stop."""

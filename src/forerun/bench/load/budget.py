@@ -1,0 +1,139 @@
+"""How long a run will take, by a short measurement of the baseline, and which smaller run fits a time budget. Knows plans and
+seconds; what becomes of a drafter's drafts is not known before, so every arm is taken to be as slow as plain decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from forerun.bench.engines.subject import Subject, ask_of
+from forerun.bench.load import sending as loads
+from forerun.bench.load.plan import Plan, Step, arrivals_of, steps_of
+from forerun.bench.pages.progress import duration
+from forerun.bench.workloads.tasks import Prompt, Task
+
+DEFAULT_MINUTES = 4.0
+TOKENS = 16  # that the measurement decodes
+BATCHED = 0.05  # of a step's time, for each further request in it: a guess between a GPU's and a CPU's
+SMALLER = (
+    (6, 128, 4), (5, 96, 4), (5, 64, 4), (4, 64, 4), (4, 48, 4), (4, 48, 3), (4, 48, 2), (4, 32, 2),
+)  # fmt: skip
+"""Repetitions, output tokens and tasks of ever smaller runs. Below 4 repetitions there is no verdict, and answers of less than
+16 tokens are mostly prompt."""
+
+KEPT = ("copy", "explain", "return-code", "edit-code")
+"""The tasks from the one that stays longest: first the best case of drafting from the prompt and the worst."""
+
+
+class Pace(NamedTuple):
+    """Of plain decoding, one request at a time: seconds for a character of a prompt, and of a step."""
+
+    prompt_s: float
+    step_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1 / self.step_s if self.step_s > 0 else math.inf
+
+
+class Failed(NamedTuple):
+    """There is no pace, and why."""
+
+    reason: str
+
+
+async def pace_of(plan: Plan, subject: Subject, clock: Callable[[], float]) -> Pace | Failed:
+    """From two requests to the baseline, of which the first pays for what is only slow once. Raises SettingError if it does not
+    come up."""
+    side, task = subject.sides[0], plan.tasks[0]
+    await subject.up(side)
+    prompt, answer = task.prompt(task.variants - 1), None
+    for turn in range(2):
+        ask = ask_of(plan, subject, task, prompt, 0, False, f"pace {turn}")
+        ask = dataclasses.replace(ask, max_tokens=max(2, min(ask.max_tokens, TOKENS)))
+        await side.fresh()
+        begin = clock()
+        answer = loads.answer_of(ask, await loads.exchange(side.endpoint, ask, begin, clock), begin)
+        if answer.failed:
+            return Failed(answer.reason or "")
+    assert answer is not None
+    steps = max(answer.tokens - 1, 1)
+    return Pace(answer.ttft_s / max(_characters(prompt), 1), max(answer.e2e_s - answer.ttft_s, 0.0) / steps)
+
+
+def _characters(prompt: Prompt) -> int:
+    if prompt.messages is not None:
+        return sum(len(str(message.get("content", ""))) for message in prompt.messages)
+    return len(prompt.message or prompt.text or "") or 4 * prompt.random_ids
+
+
+def seconds_of(plan: Plan, pace: Pace) -> Callable[[Step], float]:
+    """How long each batch takes, about, and mostly less."""
+    lengths = {task.name: _characters(task.prompt(0)) for task in plan.tasks}
+
+    def seconds(step: Step) -> float:
+        together = min(step.load.concurrency, step.load.requests)
+        tokens = min(plan.max_tokens, plan.warmup_tokens) if step.warmup else plan.max_tokens
+        prompts = pace.prompt_s * lengths[step.task.name] * together
+        decoding = pace.step_s * (1 + BATCHED * (together - 1)) * tokens
+        due = arrivals_of(plan, step.load, step.round_)
+        if due is not None:
+            return due[-1] + pace.prompt_s * lengths[step.task.name] + pace.step_s * tokens
+        return (prompts + decoding) * math.ceil(step.load.requests / together)
+
+    return seconds
+
+
+def estimate(plan: Plan, pace: Pace, sides: int, together: bool) -> float:
+    """Seconds of the whole plan, without starting engines."""
+    return sum(map(seconds_of(plan, pace), steps_of(plan, sides, together)))
+
+
+def fitted(plan: Plan, pace: Pace, sides: int, together: bool, seconds: float, may: Collection[str]) -> Plan:
+    """The largest run that is no larger than the plan and takes at most so many seconds, or the smallest there is. may: what of
+    repetitions, max_tokens and tasks may become smaller."""
+    smaller = plan
+    if estimate(plan, pace, sides, together) <= seconds:
+        return plan
+    for repetitions, max_tokens, tasks in SMALLER:
+        smaller = dataclasses.replace(
+            plan,
+            repetitions=min(plan.repetitions, repetitions) if "repetitions" in may else plan.repetitions,
+            max_tokens=min(plan.max_tokens, max_tokens) if "max_tokens" in may else plan.max_tokens,
+            tasks=_kept(plan.tasks, tasks) if "tasks" in may else plan.tasks,
+        )
+        if estimate(smaller, pace, sides, together) <= seconds:
+            break
+    return smaller
+
+
+def _kept(tasks: Sequence[Task], count: int) -> tuple[Task, ...]:
+    """So many of them, in their order."""
+    ranked = sorted(tasks, key=lambda task: KEPT.index(task.name) if task.name in KEPT else len(KEPT))
+    return tuple(task for task in tasks if task in ranked[:count])
+
+
+def said(plan: Plan, smaller: Plan, pace: Pace, sides: int, together: bool, seconds: float | None) -> str:
+    """What to expect, before it begins."""
+    takes = estimate(smaller, pace, sides, together)
+    per_prompt = pace.prompt_s * _characters(smaller.tasks[0].prompt(0))
+    speed = f"plain decoding makes {pace.tokens_per_s:.0f} tokens/s here, and a prompt takes {per_prompt:.1f} s"
+    what = f"This run takes about {duration(takes)} or less: {speed}."
+    if smaller is plan:
+        return what
+    assert seconds is not None
+    tasks = "" if smaller.tasks == plan.tasks else f" on {', '.join(task.name for task in smaller.tasks)}"
+    why = f"{_size(plan)} would take about {duration(estimate(plan, pace, sides, together))}"
+    if takes <= seconds:
+        return f"{what} {why}; to stay within {duration(seconds)} (--budget-minutes) it has {_size(smaller)}{tasks}."
+    return (
+        f"{what} {why}; the smallest that can be has {_size(smaller)}{tasks}, which is more than the {duration(seconds)} of "
+        "--budget-minutes."
+    )
+
+
+def _size(plan: Plan) -> str:
+    return f"{plan.repetitions} repetitions of {plan.max_tokens} tokens"

@@ -1,0 +1,168 @@
+"""What a run does: which tasks under which loads, how often, in which order, with which prompts. Measures nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from forerun.bench.load.sending import arrivals
+from forerun.bench.records.record import Load
+from forerun.bench.workloads.tasks import Task
+from forerun.checks import LARGEST, Flag, Number, Seed, Whole, convert, require, setting
+
+RATE = Number(1e-4, 1e6, 2.0, also=" requests a second")
+SPEED = Number(1e-4, 1e6, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. tasks, loads: every one with every other. repetitions: measured batches of each cell, after `warmups`
+    unmeasured ones of at most warmup_tokens. control: measure the baseline a second time as an arm of its own. trace: when
+    the requests of a trace load are due, in seconds. samples: so many draws from each arm and prompt for the test that all draw
+    alike. Raises SettingError."""
+
+    tasks: tuple[Task, ...]
+    loads: tuple[Load, ...] = (Load(),)
+    repetitions: int = setting(8, Whole(1, LARGEST, 8))
+    warmups: int = setting(1, Whole(0, LARGEST, 1))
+    warmup_tokens: int = setting(32, Whole(1, LARGEST, 32))
+    max_tokens: int = setting(128, Whole(2, LARGEST, 128))
+    control: bool = setting(False, Flag())
+    seed: int = setting(0, Seed())
+    trace: tuple[float, ...] = ()
+    samples: int = setting(0, Whole(0, LARGEST, 300, " (0: none)"))
+
+    def __post_init__(self) -> None:
+        convert(self)
+        require(bool(self.tasks), "tasks", (), "give at least one")
+        require(bool(self.loads), "loads", (), "give at least one")
+        labels = [load.label for load in self.loads]
+        for label in labels:
+            require(labels.count(label) == 1, "loads", label, "give each load once")
+        for load in self.loads:
+            if load.kind == "concurrency":
+                Whole(1, LARGEST, 8)("concurrency", load.concurrency)
+            elif load.kind == "poisson":
+                RATE("rate", load.rate)
+            else:
+                SPEED("trace_speed", load.speed)
+            Whole(1, LARGEST, 16)("requests", load.requests)
+        for task in self.tasks:
+            self._enough(task)
+
+    def _enough(self, task: Task) -> None:
+        """Raise SettingError if the task has fewer different prompts than the run needs."""
+        each = sum(load.requests for load in self.loads)
+        needed, there, most = self.prompts_needed, task.variants, task.variants // each - self.warmups
+        why = f"with {self.warmups} warm-ups and {each} requests a round that is {needed} prompts of the task {task.name}, "
+        why += f"which has {there} different ones; "
+        if most >= 1:
+            require(needed <= there, "repetitions", self.repetitions, f"{why}give at most {most}, or fewer requests")
+        fewer = max(there // self.rounds // len(self.loads), 1)
+        require(needed <= there, "requests", each, f"{why}give at most {fewer} for each load, or fewer warm-ups")
+
+    @property
+    def rounds(self) -> int:
+        return self.warmups + self.repetitions
+
+    @property
+    def prompts_needed(self) -> int:
+        """Different prompts of each task: no batch repeats one of another, or the prefix cache would answer."""
+        return self.rounds * sum(load.requests for load in self.loads)
+
+    def first_variant(self, load: Load, round_: int) -> int:
+        """The number of the first prompt of a batch."""
+        before = self.loads.index(load)
+        return self.rounds * sum(one.requests for one in self.loads[:before]) + round_ * load.requests
+
+
+class Step(NamedTuple):
+    """One batch to come. side: its index. visit: servers that take turns are visited twice, and warmed up in each visit."""
+
+    task: Task
+    load: Load
+    round_: int
+    side: int
+    warmup: bool
+    visit: int = 0
+
+
+Done = tuple[str, Load, int, int]
+"""A measured batch by its task's name, its load, round and side."""
+
+
+def order_of(sides: int, repetition: int) -> list[int]:
+    """In which order the sides run: A B C, then C B A, so that a slow drift of the machine favours none of them."""
+    forward = list(range(sides))
+    return forward if repetition % 2 == 0 else forward[::-1]
+
+
+def steps_of(plan: Plan, sides: int, together: bool) -> Iterator[Step]:
+    """All of them, in their order. together: all sides are up at once."""
+    return interleaved(plan, sides) if together else in_turns(plan, sides)
+
+
+def interleaved(plan: Plan, sides: int) -> Iterator[Step]:
+    """All sides up together: A B C, then C B A, within each task and load."""
+    for task in plan.tasks:
+        for load in plan.loads:
+            for round_ in range(plan.rounds):
+                for side in order_of(sides, round_ - plan.warmups):
+                    yield Step(task, load, round_, side, round_ < plan.warmups)
+
+
+def in_turns(plan: Plan, sides: int) -> Iterator[Step]:
+    """One side up at a time: A B C, then C B A, each visit half of the repetitions of everything, after warm-ups of its own."""
+    half = (plan.repetitions + 1) // 2
+    halves = (range(plan.warmups, plan.warmups + half), range(plan.warmups + half, plan.rounds))
+    for visit, rounds in enumerate(halves):
+        for side in order_of(sides, visit) if len(rounds) else ():
+            for task in plan.tasks:
+                for load in plan.loads:
+                    for round_ in (*range(plan.warmups), *rounds):
+                        yield Step(task, load, round_, side, round_ < plan.warmups, visit)
+
+
+def missing(steps: Iterable[Step], done: Collection[Done]) -> list[Step]:
+    """Those that are still to be measured, each group of them behind its warm-ups."""
+
+    def group(step: Step) -> tuple[int, str, Load, int]:
+        return step.visit, step.task.name, step.load, step.side
+
+    def left(step: Step) -> bool:
+        return not step.warmup and (step.task.name, step.load, step.round_, step.side) not in done
+
+    every = list(steps)
+    groups = {group(step) for step in every if left(step)}
+    return [step for step in every if left(step) or (step.warmup and group(step) in groups)]
+
+
+def arrivals_of(plan: Plan, load: Load, round_: int) -> list[float] | None:
+    """When the requests of a batch are due, as in load.arrivals; the times of a trace count from the batch's first request."""
+    first = plan.first_variant(load, round_)
+    window = plan.trace[first : first + load.requests]
+    return arrivals(load, plan.seed + round_, [at - window[0] for at in window])
+
+
+def scheduled_s(plan: Plan, sides: int, together: bool) -> float:
+    """Seconds that the run takes at least, because requests of an open loop are not sent before their times."""
+    last = {
+        (load, round_): due[-1]
+        for load in plan.loads
+        for round_ in range(plan.rounds)
+        if (due := arrivals_of(plan, load, round_)) is not None
+    }
+    return sum(last.get((step.load, step.round_), 0.0) for step in steps_of(plan, sides, together))
+
+
+def fingerprint(plan: Plan) -> str:
+    """A hash of all prompts of the plan and of the times of its trace, which two parts of one run have in common."""
+    digest = hashlib.sha256(repr(plan.trace).encode())
+    for task in plan.tasks:
+        for variant in range(plan.prompts_needed):
+            digest.update(
+                repr((task.name, task.temperature, task.fixed_length, task.prompt(variant))).encode("utf-8", "replace")
+            )
+    return digest.hexdigest()[:16]

@@ -1,0 +1,49 @@
+"""What a run was measured on: processor, memory, accelerator, versions. Knows nothing of runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+
+from forerun.bench.records.record import Machine
+
+
+def load_average() -> float | None:
+    """Over the last minute; None where the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Of this package and those that its figures depend on."""
+    import torch
+
+    import forerun
+
+    versions = {"forerun": forerun.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("tokenizers", "numpy"):
+        versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def describe(load: float | None) -> Machine:
+    """This one. load: its load average as the run began."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if sys.platform != "win32" else None
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return Machine(_cpu(), cores, memory, accelerator, f"{platform.system()} {platform.release()} {platform.machine()}", load)
+
+
+def _cpu() -> str:
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""What is asked: the tasks, their texts and the user's own files."""
