@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.engines.openai import Timeouts
+from forerun.bench.engines.endpoint import Timeouts
 from forerun.bench.records.redaction import HIDDEN, hide, hide_command
 from forerun.bench.workloads import tasks as workloads
 from forerun.checks import LARGEST, SettingError, Whole, require

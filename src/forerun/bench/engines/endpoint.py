@@ -4,11 +4,13 @@ no wire and no engine; openai.py speaks HTTP, inprocess.py drives the engine in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from forerun.bench.records.record import Counts, Facts, ServerCounters
+from forerun.checks import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,21 @@ class RequestFailed(Exception):
     def __init__(self, message: str, unanswered: bool = False) -> None:
         super().__init__(message)
         self.unanswered = unanswered
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds after which a request has failed: in all, without a connection, and in which nothing came."""
+
+    request_s: float = 600.0
+    connect_s: float = 30.0
+    idle_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, option, seconds in (
+            ("timeout", self.request_s, 600), ("connect_timeout", self.connect_s, 30), ("idle_timeout", self.idle_s, 300)
+        ):  # fmt: skip
+            require(math.isfinite(option) and option > 0, name, option, f"give more than 0 seconds, for instance {seconds}")
 
 
 class Endpoint(Protocol):

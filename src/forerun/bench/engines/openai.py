@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed
+from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, Timeouts
 from forerun.bench.engines.metrics import READERS, counters_of, kv_tokens_of
 from forerun.bench.engines.reply import Reply, error_of, readable
 from forerun.bench.engines.sse import EventReader
@@ -72,21 +71,6 @@ DIALECTS = {
         Dialect("openai", ignore_eos=False, ids=False),
     )
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Seconds after which a request has failed: in all, without a connection, and in which nothing came."""
-
-    request_s: float = 600.0
-    connect_s: float = 30.0
-    idle_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        for name, option, seconds in (
-            ("timeout", self.request_s, 600), ("connect_timeout", self.connect_s, 30), ("idle_timeout", self.idle_s, 300)
-        ):  # fmt: skip
-            require(math.isfinite(option) and option > 0, name, option, f"give more than 0 seconds, for instance {seconds}")
 
 
 @dataclass(frozen=True, slots=True)
