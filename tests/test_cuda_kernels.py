@@ -17,6 +17,7 @@ from forerun.kernels import AttentionShape, Batch, cuda_attention, reference
 from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_cuts import fitting
 from forerun.kernels.cuda_products import Tiles, parts
+from forerun.models.weights import Dense
 from forerun.verify.sampling import BROKEN
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,6 +61,7 @@ def close(got: torch.Tensor, want: torch.Tensor, bound: float = 1e-2) -> None:
 
 def wide(function, *given):
     """The twin in float32 on the same values: what both round from."""
+    given = [Dense(x.values.float()) if isinstance(x, Dense) else x for x in given]
     return function(*(x.float() if isinstance(x, torch.Tensor) else x for x in given))
 
 
@@ -76,8 +78,8 @@ def test_products(run: CudaKernels, monkeypatch, tokens: int, k: int, cut: Tiles
     monkeypatch.setattr("forerun.kernels.cuda.choose", lambda *given: cut)
     run.few = 64  # 20 tokens are two blocks of 16
     x, norm = random(tokens, k, seed=1), random(k, seed=2)
-    weight, bias = random(37, k, seed=3, scale=k**-0.5), random(37, seed=4)
-    residual, both = random(tokens, 37, seed=5), random(2 * 24, k, seed=6, scale=k**-0.5)
+    weight, bias = Dense(random(37, k, seed=3, scale=k**-0.5)), random(37, seed=4)
+    residual, both = random(tokens, 37, seed=5), Dense(random(2 * 24, k, seed=6, scale=k**-0.5))
     close(run.norm_linear(x, norm, EPS, weight, bias), wide(reference.norm_linear, x, norm, EPS, weight, bias))
     close(run.norm_linear(x, norm, EPS, weight, None), wide(reference.norm_linear, x, norm, EPS, weight, None))
     close(run.linear_add(x, weight, None, residual), wide(reference.linear_add, x, weight, None, residual))
@@ -106,14 +108,14 @@ def test_k_is_held_in_parts_with_little_to_spare() -> None:
 
 
 def test_an_output_does_not_depend_on_how_many_tokens_there_are(run: CudaKernels) -> None:
-    x, norm, weight = random(16, 96, seed=1), random(96, seed=2), random(40, 96, seed=3)
+    x, norm, weight = random(16, 96, seed=1), random(96, seed=2), Dense(random(40, 96, seed=3))
     together = run.norm_logits(x, norm, EPS, weight)
     for count in (1, 9):
         assert torch.equal(run.norm_logits(x[:count].contiguous(), norm, EPS, weight), together[:count])
 
 
 def test_more_tokens_than_a_tile_take_the_library_product(run: CudaKernels) -> None:
-    x, norm, both = random(70, 64, seed=1), random(64, seed=2), random(96, 64, seed=3, scale=0.1)
+    x, norm, both = random(70, 64, seed=1), random(64, seed=2), Dense(random(96, 64, seed=3, scale=0.1))
     close(run.norm_gate_up(x, norm, EPS, both), wide(reference.norm_gate_up, x, norm, EPS, both))
     residual = random(70, 96, seed=4)
     close(run.linear_add(x, both, None, residual), wide(reference.linear_add, x, both, None, residual))

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions and ours are defined, at the imports below
@@ -24,6 +23,7 @@ from forerun.kernels import cuda_step as step
 from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_step import LookUp, Pool
 from forerun.models.decoder import Target
+from forerun.models.weights import Dense
 from forerun.types import Draft, Request, SamplingParams, Verdict
 from forerun.verify.accept import accept_matching
 from forerun.verify.sampling import BROKEN, SamplingState
@@ -96,7 +96,7 @@ def test_prepare(width: int) -> None:
     state.lives.draft_size[[5, 0]] = 4
     state.lives.limit[5] = state.slots.length[5] + 3
     state.lives.limit[3] = state.slots.length[3] + 1  # no room for a draft
-    embedding = torch.randn(VOCAB, 24, device=DEVICE)
+    embedding = Dense(torch.randn(VOCAB, 24, device=DEVICE))
     pool = state.pool()
     got = step.prepare(pool, slot, k, embedding, width)
 
@@ -107,7 +107,7 @@ def test_prepare(width: int) -> None:
     assert torch.equal(got.positions[~there], torch.arange(width + 1, device=DEVICE).repeat(3))
     assert torch.equal(got.size, draft.size)
     assert torch.equal(got.table, batch.block_table)
-    assert torch.equal(got.x[there], F.embedding(batch.ids, embedding)[there])
+    assert torch.equal(got.x[there], embedding.embed(batch.ids)[there])
     assert torch.equal(pool.tokens[live], state.slots.tokens[live])
     assert width < 3 or draft.size.tolist()[:4] == [2, 3, draft.size[2], 0]
 
@@ -119,7 +119,7 @@ def test_prepare_where_rows_share_their_drafts(drafts: int) -> None:
     k = torch.tensor([4, 3, 4, 1, 0, 4, 2], device=DEVICE)
     state.lives.draft_size[[5, 0, 1]] = 4
     state.lives.limit[[5, 0, 1]] = state.slots.length[[5, 0, 1]] + 4
-    embedding = torch.randn(VOCAB, 24, device=DEVICE)
+    embedding = Dense(torch.randn(VOCAB, 24, device=DEVICE))
     pool = state.pool()
     got = step.prepare_shared(pool, slot, k, embedding, 4, drafts)
     draft, batch, owner, _ = state.twin()._lay_shared(Key(len(ROWS), 4, drafts=drafts), slot, k)
@@ -130,7 +130,7 @@ def test_prepare_where_rows_share_their_drafts(drafts: int) -> None:
     assert torch.equal(got.positions, batch.positions) and torch.equal(got.owner[:used], owner[:used])
     live = state.lives.alive
     theirs = live[owner[:used]]
-    assert torch.equal(got.x[:used][theirs], F.embedding(batch.ids, embedding)[:used][theirs])
+    assert torch.equal(got.x[:used][theirs], embedding.embed(batch.ids)[:used][theirs])
     for row, (own, size) in enumerate(zip(ROWS, draft.size.tolist(), strict=True)):
         if live[own]:
             end = int(state.slots.length[own])
@@ -141,7 +141,7 @@ def test_padding_of_a_draft_may_be_any_token() -> None:
     state = State(seed=0)
     state.lives.draft[:, 2:] = torch.tensor([VOCAB, -1], device=DEVICE)
     state.lives.draft_size.clamp_(max=2)
-    embedding = torch.randn(VOCAB, 24, device=DEVICE)
+    embedding = Dense(torch.randn(VOCAB, 24, device=DEVICE))
     slot = torch.arange(7, device=DEVICE)
     got = step.prepare(state.pool(), slot, slot * 0 + 4, embedding, 4)
     assert torch.equal(got.x.view(7, 5, -1)[:, 3:], torch.zeros(7, 2, 24, device=DEVICE))

@@ -250,7 +250,7 @@ def test_broken_logits_end_their_request_and_no_other(folder: Path, value: float
     dtype = torch.float32 if kernels == "reference" else torch.bfloat16
     good = Target.load(folder, dtype, kernels=made)  # type: ignore[arg-type]
     bad = Target.load(folder, dtype, kernels=made)  # type: ignore[arg-type]
-    bad.weights.embedding[BAD] = value
+    bad.weights.embedding.dense()[BAD] = value
     config = EngineConfig(max_num_seqs=3, kv_cache_tokens=160, block_size=8, speculation=NGRAM)
     rng = random.Random(0)
     requests = [

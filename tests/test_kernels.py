@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels, cpu, reference
 from forerun.models.decoder import Target
+from forerun.models.weights import Dense
 from forerun.types import SettingError
 from tests.tiny import tiny_model
 
@@ -42,16 +43,20 @@ def weight(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return (torch.randn(*shape) * shape[-1] ** -0.5).to(dtype)
 
 
+def matrix(rows: int, columns: int, dtype: torch.dtype = BF16) -> Dense:
+    return Dense(weight(rows, columns, dtype=dtype))
+
+
 def near(got: Tensor, want: Tensor, tolerance: float) -> None:
     """Within a tolerance relative to the largest value."""
     error = (got.float() - want.float()).abs().max() / want.float().abs().max()
     assert got.isfinite().all() and error <= tolerance, f"off by {error:.2e} of the largest value"
 
 
-def exact(x: Tensor, norm: Tensor | None, w: Tensor) -> Tensor:
+def exact(x: Tensor, norm: Tensor | None, w: Dense) -> Tensor:
     """The product in float64 of what the kernel is given."""
     x = x if norm is None else reference.rms_norm(x, norm, EPS)
-    return x.double() @ w.double().T
+    return x.double() @ w.values.double().T
 
 
 SHAPES = [(576, 960), (64, 32), (48, 70), (100, 17), (33, 3), (1536, 576)]  # width, outputs: also not multiples of 32 and 16
@@ -63,7 +68,7 @@ SHAPES = [(576, 960), (64, 32), (48, 70), (100, 17), (33, 3), (1536, 576)]  # wi
 @pytest.mark.parametrize("rows", [1, 3, 7, 13, 65])
 def test_linear_layers_agree_with_float64(isa: str, dtype: torch.dtype, k: int, outs: int, rows: int) -> None:
     it = compiled(isa, dtype)
-    x, norm, w = weight(rows, k, dtype=dtype) * 8, weight(k, dtype=dtype), weight(outs, k, dtype=dtype)
+    x, norm, w = weight(rows, k, dtype=dtype) * 8, weight(k, dtype=dtype), matrix(outs, k, dtype=dtype)
     bias, residual = weight(outs, dtype=dtype), weight(rows, outs, dtype=dtype)
     once = 0.004 if dtype == BF16 else 1e-6
     near(it.norm_linear(x, norm, EPS, w, None), exact(x, norm, w), once)
@@ -73,7 +78,7 @@ def test_linear_layers_agree_with_float64(isa: str, dtype: torch.dtype, k: int, 
     logits = it.norm_logits(x, norm, EPS, w)
     assert logits.dtype == F32
     near(logits, exact(x, norm, w), 1e-5 if dtype == BF16 else 1e-6)
-    both = weight(2 * outs, k, dtype=dtype)
+    both = matrix(2 * outs, k, dtype=dtype)
     gate, up = exact(x, norm, both).chunk(2, -1)
     near(it.norm_gate_up(x, norm, EPS, both), torch.nn.functional.silu(gate) * up, 0.01 if dtype == BF16 else 2e-6)
 
@@ -94,7 +99,7 @@ def test_rms_norm_rounds_as_the_reference(isa: str, dtype: torch.dtype, k: int) 
 def test_a_token_is_rounded_alike_in_every_batch(isa: str, dtype: torch.dtype, k: int, outs: int) -> None:
     """All operations that know no rows, on 1 to 600 tokens: alone, and between any neighbours."""
     it, most = compiled(isa, dtype), 600
-    x, norm, w = weight(most, k, dtype=dtype) * 8, weight(k, dtype=dtype), weight(2 * outs, k, dtype=dtype)
+    x, norm, w = weight(most, k, dtype=dtype) * 8, weight(k, dtype=dtype), matrix(2 * outs, k, dtype=dtype)
     bias, residual = weight(2 * outs, dtype=dtype), weight(most, 2 * outs, dtype=dtype)
 
     def all_of(at: slice) -> tuple[Tensor, ...]:
@@ -215,7 +220,7 @@ def test_threads_do_not_change_a_bit(isa: str, rows: list[tuple[int, int]], wind
     # with several threads the chunks of few tokens are tasks of their own, put together afterwards
     sequences, kernels = Sequences(rows, AttentionShape(9, 3, 64, window), 16, dtype), compiled(isa, dtype)
     count = sum(n for _, n in rows)
-    x, norm, w = weight(count, 70, dtype=dtype), weight(70, dtype=dtype), weight(61, 70, dtype=dtype)
+    x, norm, w = weight(count, 70, dtype=dtype), weight(70, dtype=dtype), matrix(61, 70, dtype=dtype)
     before = torch.get_num_threads()
     results = []
     try:
@@ -269,10 +274,10 @@ class Stacked:
         self.shapes = [shape._replace(window=w) for w in (0, 40, 0)]
         self.layers = [
             SimpleNamespace(
-                attention_norm=some(hidden), qkv=some(320, hidden), qkv_bias=some(320) if extras else None,
-                q_norm=some(32) if extras else None, k_norm=some(32) if extras else None, out=some(hidden, 192),
-                out_bias=some(hidden) if extras else None, mlp_norm=some(hidden), gate_up=some(2 * inner, hidden),
-                down=some(hidden, inner),
+                attention_norm=some(hidden), qkv=Dense(some(320, hidden)), qkv_bias=some(320) if extras else None,
+                q_norm=some(32) if extras else None, k_norm=some(32) if extras else None, out=Dense(some(hidden, 192)),
+                out_bias=some(hidden) if extras else None, mlp_norm=some(hidden), gate_up=Dense(some(2 * inner, hidden)),
+                down=Dense(some(hidden, inner)),
             )
             for _ in self.shapes
         ]  # fmt: skip
@@ -345,9 +350,9 @@ def test_what_the_c_code_cannot_read_is_refused(isa: str, dtype: torch.dtype) ->
         (x, norm, weight(64, 32, dtype=dtype).T, bias), (x, norm, w, weight(32, 2, dtype=dtype)[:, 0]),
     ):  # fmt: skip
         with pytest.raises(TypeError, match=f"must be contiguous {dtype}"):
-            kernels.norm_linear(given[0], given[1], EPS, given[2], given[3])
+            kernels.norm_linear(given[0], given[1], EPS, Dense(given[2]), given[3])
     with pytest.raises(TypeError, match="residual must be contiguous"):
-        kernels.linear_add(x, w, None, weight(32, 2, dtype=dtype).T)
+        kernels.linear_add(x, Dense(w), None, weight(32, 2, dtype=dtype).T)
 
 
 def test_other_dtypes_take_plain_torch() -> None:

@@ -63,10 +63,10 @@ def test_weights_are_stacked_in_order(tmp_path: Path) -> None:
     target = load(tiny_model(tmp_path, "qwen2"))
     stored, layer = load_file(tmp_path / "model.safetensors"), target.weights.layers[1]
     at = "model.layers.1."
-    for kind, stacked in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+    for kind, stacked in (("weight", layer.qkv.dense()), ("bias", layer.qkv_bias)):
         assert stacked is not None
         assert torch.equal(stacked, torch.cat([stored[f"{at}self_attn.{x}_proj.{kind}"] for x in "qkv"]))
-    assert torch.equal(layer.gate_up, torch.cat([stored[f"{at}mlp.{x}_proj.weight"] for x in ("gate", "up")]))
+    assert torch.equal(layer.gate_up.dense(), torch.cat([stored[f"{at}mlp.{x}_proj.weight"] for x in ("gate", "up")]))
 
 
 def test_converting_on_the_way_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun.config import EngineConfig, Speculation
@@ -19,6 +18,7 @@ from forerun.engine.slots import Slots
 from forerun.kernels import reference
 from forerun.models.decoder import KVCache, Target
 from forerun.models.tokenizer import Detokenizer, Tokenizer
+from forerun.models.weights import Dense
 from forerun.types import Request, SamplingParams
 from forerun.verify.sampling import Features, SamplingState
 from tests.test_engine import PARAMS, Answer, prompts, request, run
@@ -116,8 +116,9 @@ class State:
     the model: what the padding reads."""
 
     def __init__(self, target: Target, kernels: str) -> None:
-        weights = target.weights._replace(embedding=target.weights.embedding.clone())
-        weights.embedding[0] = torch.nan
+        embedding = target.weights.embedding.dense().clone()
+        embedding[0] = torch.nan
+        weights = target.weights._replace(embedding=Dense(embedding))
         self.poisoned = Target(target.config, weights, reference if kernels == "reference" else target.kernels)
         self.slots = Slots(6, 100, 12, torch.device("cpu"))
         self.sampling = SamplingState(self.slots.tokens, self.slots.length, target.vocab)
@@ -166,7 +167,7 @@ def test_empty_rows_and_padding_leave_no_trace(target: Target, kernels: str, emp
     for got_pages, want_pages in zip((*got.kv.keys, *got.kv.values), (*want.kv.keys, *want.kv.values), strict=True):
         assert not got_pages[0].any()
         torch.testing.assert_close(got_pages, want_pages, atol=1e-5, rtol=1e-5)
-    assert F.embedding(torch.tensor([0]), got.poisoned.weights.embedding).isnan().all()
+    assert got.poisoned.weights.embedding.embed(torch.tensor([0])).isnan().all()
 
 
 def test_nothing_but_padding(target: Target) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels
 from forerun.kernels.cpu import CpuKernels, Stack, kernels
+from forerun.models.weights import Dense, Matrix
 
 HIDDEN, INNER, LAYERS, VOCAB = 576, 1536, 30, 49152
 SHAPE = AttentionShape(9, 3, 64)
@@ -50,12 +51,16 @@ def random(*shape: int) -> Tensor:
     return (torch.randn(*shape) * shape[-1] ** -0.5).bfloat16()
 
 
+def matrix(rows: int, columns: int) -> Matrix:
+    return Dense(random(rows, columns))
+
+
 class Layer:
     def __init__(self, pages: int) -> None:
-        self.qkv = random((SHAPE.heads + 2 * SHAPE.kv_heads) * SHAPE.head_dim, HIDDEN)
+        self.qkv = matrix((SHAPE.heads + 2 * SHAPE.kv_heads) * SHAPE.head_dim, HIDDEN)
         self.qkv_bias = self.q_norm = self.k_norm = self.out_bias = None
-        self.out = random(HIDDEN, SHAPE.heads * SHAPE.head_dim)
-        self.gate_up, self.down = random(2 * INNER, HIDDEN), random(HIDDEN, INNER)
+        self.out = matrix(HIDDEN, SHAPE.heads * SHAPE.head_dim)
+        self.gate_up, self.down = matrix(2 * INNER, HIDDEN), matrix(HIDDEN, INNER)
         self.norm = self.attention_norm = self.mlp_norm = torch.ones(HIDDEN, dtype=torch.bfloat16)
         self.keys, self.values = torch.randn(2, pages, SHAPE.kv_heads, BLOCK, SHAPE.head_dim).bfloat16()
 
@@ -67,7 +72,7 @@ def one_row(context: int, tokens: int) -> Batch:
     return Batch(positions, positions, torch.tensor([0, tokens], dtype=torch.int32), table, torch.arange(tokens))
 
 
-def step(k: Kernels, layers: list[Layer], head: Tensor, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+def step(k: Kernels, layers: list[Layer], head: Matrix, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
     for layer in layers:
         qkv = k.norm_linear(x, layer.norm, EPS, layer.qkv, None)
         x = k.linear_add(k.attend(qkv, SHAPE, cos, sin, None, None, layer.keys, layer.values, batch), layer.out, None, x)
@@ -85,9 +90,9 @@ def main() -> None:
 
     torch.manual_seed(0)
     k = kernels(torch.bfloat16)
-    layers, head = [Layer(64) for _ in range(LAYERS)], random(VOCAB, HIDDEN)
+    layers, head = [Layer(64) for _ in range(LAYERS)], matrix(VOCAB, HIDDEN)
     norm = layers[0].norm
-    products: dict[str, tuple[list[Tensor], int, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    products: dict[str, tuple[list[Matrix], int, Callable[[Tensor, Matrix, Tensor], Tensor]]] = {
         "qkv": ([y.qkv for y in layers], HIDDEN, lambda x, w, r: k.norm_linear(x, norm, EPS, w, None)),
         "out": ([y.out for y in layers], HIDDEN, lambda x, w, r: k.linear_add(x, w, None, r)),
         "gate_up": ([y.gate_up for y in layers], HIDDEN, lambda x, w, r: k.norm_gate_up(x, norm, EPS, w)),
@@ -97,15 +102,15 @@ def main() -> None:
     result: dict[str, object] = {"memory_gb_s": limit, **describe()}
     print(f"{'GB/s':8} {'rows':>4} {'forerun':>8}" + ("" if quick else f" {'F.linear':>8} {'packed':>8}"))
     for name, (weights, width, call) in products.items():
-        size = sum(w.nbytes for w in weights) / 1e9
+        size = sum(w.values.nbytes for w in weights) / 1e9
         for rows in ROWS:
             x, residual = random(rows, width), random(rows, HIDDEN)
             ours = size / seconds(lambda: [call(x, w, residual) for w in weights], repeats)  # noqa: B023
             line = [ours]
             if not quick:
                 onednn = torch.ops.mkldnn
-                packed = [onednn._reorder_linear_weight(w, rows) for w in weights]
-                line.append(size / seconds(lambda: [F.linear(x, w) for w in weights], repeats))  # noqa: B023
+                packed = [onednn._reorder_linear_weight(w.values, rows) for w in weights]
+                line.append(size / seconds(lambda: [F.linear(x, w.values) for w in weights], repeats))  # noqa: B023
                 call = lambda: [onednn._linear_pointwise(x, w, None, "none", [], "") for w in packed]  # noqa: B023, E731
                 line.append(size / seconds(call, repeats))
             print(f"{name:8} {rows:4} " + " ".join(f"{v:8.1f}" for v in line), flush=True)
@@ -113,7 +118,7 @@ def main() -> None:
 
     angles = torch.arange(1024)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
     cos, sin = angles.cos(), angles.sin()
-    weights_gb = sum(w.nbytes for ws, _, _ in products.values() for w in ws) / 1e9
+    weights_gb = sum(w.values.nbytes for ws, _, _ in products.values() for w in ws) / 1e9
     stack = None
     if isinstance(k, CpuKernels):
         stack = Stack(k, layers, [SHAPE] * LAYERS, EPS, [y.keys for y in layers], [y.values for y in layers])

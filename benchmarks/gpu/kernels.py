@@ -31,6 +31,7 @@ from forerun.kernels import AttentionShape, Batch, cuda_attention, cuda_cuts, re
 from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_cuts import few_tokens
 from forerun.kernels.cuda_products import Tiles, parts
+from forerun.models.weights import Dense, Matrix
 
 EPS = 1e-5
 BLOCK = 16
@@ -70,6 +71,10 @@ MODELS = (
 
 def randoms(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) * scale
+
+
+def matrix(rows: int, columns: int) -> Matrix:
+    return Dense(randoms(rows, columns, scale=columns**-0.5))
 
 
 def graph_ms(work: Callable[[], Any], repeats: int = 5, least: int = 20, most: int = 400) -> tuple[float, float]:
@@ -223,7 +228,7 @@ def compile_product(job: tuple[int, str, int, int, bool, Tiles]) -> str:
     """In a process of its own: put a kernel into Triton's cache, and check it. What is wrong with it, where anything is."""
     most, kind, n, k, gate, tiles = job
     try:
-        weight = randoms(n * (2 if gate else 1), k, scale=k**-0.5)
+        weight = matrix(n * (2 if gate else 1), k)
         tokens = CLASSES[most][-1][0] * CLASSES[most][-1][1]
         norm, x, residual = randoms(k), randoms(tokens, k), randoms(tokens, n)
         table_for(most)[n, k, gate] = tiles
@@ -234,7 +239,7 @@ def compile_product(job: tuple[int, str, int, int, bool, Tiles]) -> str:
             "head": lambda run, x, norm, residual, weight: run.norm_logits(x, norm, EPS, weight),
         }.get(kind, lambda run, x, norm, residual, weight: run.linear_add(x, weight, None, residual))
         got = operation(run.chained(), x, norm, residual, weight)
-        off = error(got, operation(reference, x.float(), norm.float(), residual.float(), weight.float()))
+        off = error(got, operation(reference, x.float(), norm.float(), residual.float(), Dense(weight.values.float())))
         return "" if off < 0.01 else f"differs by {off:.1e}"
     except Exception as problem:
         return f"{type(problem).__name__}: {str(problem)[:200]}"
@@ -278,11 +283,11 @@ def bound(context: int) -> int:
 
 class Layer(NamedTuple):
     norm: Tensor
-    qkv: Tensor
-    out: Tensor
+    qkv: Matrix
+    out: Matrix
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     keys: Tensor
     values: Tensor
 
@@ -298,14 +303,13 @@ class Step:
         hidden, inner = model.hidden, model.inner
         self.layers = [
             Layer(
-                randoms(hidden), randoms((heads + 2 * kv) * dim, hidden, scale=hidden**-0.5),
-                randoms(hidden, heads * dim, scale=(heads * dim) ** -0.5),
-                randoms(hidden), randoms(2 * inner, hidden, scale=hidden**-0.5), randoms(hidden, inner, scale=inner**-0.5),
+                randoms(hidden), matrix((heads + 2 * kv) * dim, hidden), matrix(hidden, heads * dim),
+                randoms(hidden), matrix(2 * inner, hidden), matrix(hidden, inner),
                 randoms(pages, kv, BLOCK, dim), randoms(pages, kv, BLOCK, dim),
             )
             for _ in range(model.layers)
         ]
-        self.norm, self.embedding = randoms(hidden), randoms(model.vocabulary, hidden, scale=hidden**-0.5)
+        self.norm, self.embedding = randoms(hidden), matrix(model.vocabulary, hidden)
         self.head_norm = randoms(dim) if model.norms else None
         angle = torch.outer(torch.arange(8192.0), 10000 ** -torch.linspace(0, 1, dim // 2)).to(DEVICE)
         self.cos, self.sin = angle.cos(), angle.sin()
@@ -322,7 +326,7 @@ class Step:
         """`without` leaves one kind of launch out, to see what it costs in the chain; chained: from the second layer on each
         launch lets the next begin at once, as the model does it."""
         use_attention(self.model, self.cut)
-        x = torch.nn.functional.embedding(batch.ids, self.embedding)
+        x = self.embedding.embed(batch.ids)
         heads, kv, dim = self.model.attention[:3]
         total = len(batch.ids)
         qkv = mixed = gated = x

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from forerun.models.loading import Layer
+    from forerun.models.weights import Layer, Matrix
 
 
 class Batch(NamedTuple):
@@ -62,7 +62,10 @@ class Kernels(Protocol):
     transformers does: normalise in float32, round to the dtype, multiply by the norm's weight. Outputs are new
     tensors in x's dtype unless said otherwise; products accumulate in float32."""
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiplies(self, kind: str) -> bool:
+        """Whether the products take matrices of this kind (Matrix.kind)."""
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None) -> Tensor:
         """rms_norm(x) @ weight.T + bias: the q, k and v of a layer, stacked in that order.  [T,H] -> [T,O]"""
 
     def attend(
@@ -74,13 +77,13 @@ class Kernels(Protocol):
         the pages ([pages, kv_heads, block_size, head_dim], in place), then attend, causally, over the row's pages.
         qkv: [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim]"""
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    def linear_add(self, x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor) -> Tensor:
         """residual + (x @ weight.T + bias): the way out of attention and of the MLP.  [T,I], [T,H] -> [T,H]"""
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
         """silu(g) * u of rms_norm(x) @ weight.T = [g, u]; weight stacks gate over up, [2I,H].  [T,H] -> [T,I]"""
 
-    def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
         """rms_norm(x) @ weight.T in float32: the logits.  [N,H] -> [N,V] float32"""
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:

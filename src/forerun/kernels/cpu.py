@@ -16,16 +16,13 @@ import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, reference
+from forerun.models.weights import Dense, Layer, Matrix
 from forerun.types import require
-
-if TYPE_CHECKING:
-    from forerun.models.loading import Layer
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-w")
@@ -137,32 +134,36 @@ class CpuKernels:
         self.wide = int(dtype == torch.float32)
         self.isa = lib.fr_isa().decode()
 
+    def multiplies(self, kind: str) -> bool:
+        return kind == Dense.kind
+
     def _linear(
-        self, kind: int, x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, outs: int,
+        self, kind: int, x: Tensor, norm: Tensor | None, eps: float, weight: Matrix, bias: Tensor | None, outs: int,
         residual: Tensor | None,
     ) -> Tensor:
         tokens, k = x.shape
         y = torch.empty(tokens, outs, dtype=torch.float32 if kind == LOGITS else self.dtype)
-        for name, t in (("x", x), ("norm", norm), ("weight", weight), ("bias", bias), ("residual", residual)):
+        w = weight.values
+        for name, t in (("x", x), ("norm", norm), ("weight", w), ("bias", bias), ("residual", residual)):
             if t is not None and (t.dtype != self.dtype or not t.is_contiguous()):
                 raise TypeError(f"{name} must be contiguous {self.dtype}, not {t.dtype} with strides {t.stride()}")
         self.lib.fr_linear(
-            self.wide, kind, x.data_ptr(), tokens, k, address(norm), eps, weight.data_ptr(), address(bias), outs,
+            self.wide, kind, x.data_ptr(), tokens, k, address(norm), eps, w.data_ptr(), address(bias), outs,
             address(residual), y.data_ptr(), torch.get_num_threads(),
         )
         return y
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._linear(PLAIN, x, norm, eps, weight, bias, weight.shape[0], None)
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None) -> Tensor:
+        return self._linear(PLAIN, x, norm, eps, weight, bias, weight.rows, None)
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        return self._linear(ADD, x, None, 0.0, weight, bias, weight.shape[0], residual)
+    def linear_add(self, x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor) -> Tensor:
+        return self._linear(ADD, x, None, 0.0, weight, bias, weight.rows, residual)
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        return self._linear(GATE_UP, x, norm, eps, weight, None, weight.shape[0] // 2, None)
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
+        return self._linear(GATE_UP, x, norm, eps, weight, None, weight.rows // 2, None)
 
-    def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        return self._linear(LOGITS, x, norm, eps, weight, None, weight.shape[0], None)
+    def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
+        return self._linear(LOGITS, x, norm, eps, weight, None, weight.rows, None)
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -216,15 +217,15 @@ class Stack:
     ) -> None:
         pointers = []
         for layer, shape, k, v in zip(layers, shapes, keys, values, strict=True):
-            tensors = (layer.attention_norm, layer.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out, layer.out_bias,
-                       layer.mlp_norm, layer.gate_up, layer.down, k, v)
+            tensors = (layer.attention_norm, layer.qkv.values, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out.values,
+                       layer.out_bias, layer.mlp_norm, layer.gate_up.values, layer.down.values, k, v)
             for t in tensors:
                 if t is not None and (t.dtype != kernels.dtype or not t.is_contiguous()):
                     raise TypeError(f"weights and pages must be contiguous {kernels.dtype}, not {t.dtype}")
             pointers += [address(t) or 0 for t in tensors] + [shape.window]
         self.kept = (layers, keys, values)  # alive as long as their addresses are used
         self.count, self.shape, self.eps = len(layers), shapes[0], eps
-        self.block, self.inner = keys[0].shape[2], layers[0].gate_up.shape[0] // 2
+        self.block, self.inner = keys[0].shape[2], layers[0].gate_up.rows // 2
         self.table = (ctypes.c_int64 * len(pointers))(*pointers)
         self.run, self.wide, self.dtype = kernels.lib.fr_layers, kernels.wide, kernels.dtype
 

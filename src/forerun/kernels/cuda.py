@@ -24,6 +24,7 @@ from forerun.kernels.cuda_attention import attend_decode
 from forerun.kernels.cuda_cuts import FEW_TOKENS, choose, fitting
 from forerun.kernels.cuda_prefill import attend_ragged
 from forerun.kernels.cuda_products import AFTER_WAIT, AT_ONCE, Tiles, launch, launch_options, power_of_two
+from forerun.models.weights import Dense, Matrix
 from forerun.types import require
 from forerun.verify.sampling import BROKEN
 
@@ -68,10 +69,13 @@ class CudaKernels:
         require(context >= 1, "context", context, "give the longest context of the step, for instance 4096")
         return CudaKernels(self.device, width, context, self.arrived, self.few, ragged)
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiplies(self, kind: str) -> bool:
+        return kind == Dense.kind
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None) -> Tensor:
         if x.shape[0] > self.few:
-            return F.linear(self.rms_norm(x, norm, eps), weight, bias)
-        out = x.new_empty(x.shape[0], weight.shape[0])
+            return F.linear(self.rms_norm(x, norm, eps), weight.values, bias)
+        out = x.new_empty(x.shape[0], weight.rows)
         self._normed_product(self._cut(weight, x.shape[0]), x, norm, eps, weight, bias, out)
         return out
 
@@ -84,30 +88,30 @@ class CudaKernels:
             return attend_ragged(*given)
         return attend_decode(*given, self.width, self.context, self.arrived, self.pdl, self.ragged)
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    def linear_add(self, x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor) -> Tensor:
         if x.shape[0] > self.few:
-            return residual + F.linear(x, weight, bias)
+            return residual + F.linear(x, weight.values, bias)
         out = torch.empty_like(residual)
-        launch(self._cut(weight, x.shape[0]), self.pdl, x, None, 0.0, weight, bias, residual, out)
+        launch(self._cut(weight, x.shape[0]), self.pdl, x, None, 0.0, weight.values, bias, residual, out)
         return out
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        total, inner = x.shape[0], weight.shape[0] // 2
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
+        total, inner = x.shape[0], weight.rows // 2
         out = x.new_empty(total, inner)
         if total > self.few:
-            both = F.linear(self.rms_norm(x, norm, eps), weight)
+            both = F.linear(self.rms_norm(x, norm, eps), weight.values)
             products.silu_mul_kernel[(total, triton.cdiv(inner, 1024))](both, out, inner, 1024, False)
         else:
             self._normed_product(self._cut(weight, total, True), x, norm, eps, weight, None, out, gate=True)
         return out
 
-    def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
         if x.shape[0] > self.few:
             normed = self.rms_norm(x, norm, eps)
             if self.device.type == "cuda":
-                return torch.mm(normed, weight.T, out_dtype=torch.float32)
-            return F.linear(normed.float(), weight.float())
-        out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+                return torch.mm(normed, weight.values.T, out_dtype=torch.float32)
+            return F.linear(normed.float(), weight.values.float())
+        out = x.new_empty(x.shape[0], weight.rows, dtype=torch.float32)
         self._normed_product(self._cut(weight, x.shape[0]), x, norm, eps, weight, None, out)
         return out
 
@@ -143,14 +147,14 @@ class CudaKernels:
         x = one_by_one(self, layers, x, batch, first, first + 1)
         return one_by_one(chained, layers, x, batch, first + 1, last)
 
-    def _cut(self, weight: Tensor, total: int, gate: bool = False) -> Tiles:
+    def _cut(self, weight: Matrix, total: int, gate: bool = False) -> Tiles:
         return fitting(choose(weight, total, gate), gate, self.shared)
 
     def _normed_product(
-        self, tiles: Tiles, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, out: Tensor,
+        self, tiles: Tiles, x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None, out: Tensor,
         gate: bool = False,
     ) -> None:
         if tiles.apart:
-            launch(tiles, self.pdl, self.rms_norm(x, norm, eps), None, eps, weight, bias, None, out, gate)
+            launch(tiles, self.pdl, self.rms_norm(x, norm, eps), None, eps, weight.values, bias, None, out, gate)
         else:
-            launch(tiles, self.pdl, x, norm, eps, weight, bias, None, out, gate)
+            launch(tiles, self.pdl, x, norm, eps, weight.values, bias, None, out, gate)

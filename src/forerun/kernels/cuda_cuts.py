@@ -4,9 +4,8 @@ shapes that were not measured what those most like them take. Knows figures only
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from forerun.kernels.cuda_products import Tiles
+from forerun.models.weights import Matrix
 
 FEW_TOKENS = 16
 
@@ -50,10 +49,10 @@ MANY: dict[int, dict[tuple[int, int, bool], Tiles]] = {
 }
 
 
-def choose(weight: Tensor, total: int, gate: bool = False) -> Tiles:
+def choose(weight: Matrix, total: int, gate: bool = False) -> Tiles:
     """How to cut the product of `total` tokens with a weight [n,k] ([2n,k] with gate): as measured, or as shapes most like
     it were."""
-    n, k = weight.shape[0] // 2 if gate else weight.shape[0], weight.shape[1]
+    n, k = weight.rows // 2 if gate else weight.rows, weight.columns
     table = TUNED if total <= FEW_TOKENS else next((MANY[most] for most in MANY if total <= most), MANY[256])
     for (tuned_n, tuned_k, tuned_gate), tiles in table.items():
         if (tuned_k, tuned_gate) == (k, gate) and abs(tuned_n - n) * 100 <= tuned_n:  # a head cut to the tokenizer's ids

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.kernels.cuda_products import launch_options, power_of_two, wait
+from forerun.models.weights import Matrix
 from forerun.verify.sampling import BROKEN
 
 TABLE_RUN = 1024  # entries of a block table that one program copies
@@ -247,20 +248,21 @@ def commit_kernel(
         tl.store(counts + row * 5 + 4, tl.zeros((), tl.int64))
 
 
-def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, pdl: int = 0) -> Prepared:
+def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Matrix, width: int, pdl: int = 0) -> Prepared:
     """Lay the drafts behind the committed tokens, and give what the forward pass needs: of each row its last committed token
     and `width` drafts. slot: [B] int64; k: [B] int64, what each row may draft at most; embedding: [V,H].
 
     A draft is cut to k and to one token less than its limit leaves; what is cut is padding, with any token."""
     rows, (_, pages) = len(slot), pool.block_table.shape
-    vocab, hidden = embedding.shape
+    values = embedding.values
+    vocab, hidden = values.shape
     total = rows * (width + 1)
     out = Prepared(
-        embedding.new_empty(total, hidden), slot.new_empty(total), pool.block_table.new_empty(rows, pages), slot.new_empty(rows)
+        values.new_empty(total, hidden), slot.new_empty(total), pool.block_table.new_empty(rows, pages), slot.new_empty(rows)
     )
     run = min(TABLE_RUN, power_of_two(pages))
     prepare_kernel[(rows, width + 1 + triton.cdiv(pages, run))](
-        slot, k, pool.tokens, pool.length, pool.limit, pool.alive, pool.block_table, pool.draft, pool.draft_size, embedding,
+        slot, k, pool.tokens, pool.length, pool.limit, pool.alive, pool.block_table, pool.draft, pool.draft_size, values,
         *out, width, pool.tokens.shape[1], pages, pool.draft.shape[1], vocab, hidden, power_of_two(hidden), run, pdl,
         **launch_options(4, pdl),
     )
@@ -268,20 +270,21 @@ def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, 
 
 
 def prepare_shared(
-    pool: Pool, slot: Tensor, k: Tensor, embedding: Tensor, width: int, drafts: int, pdl: int = 0
+    pool: Pool, slot: Tensor, k: Tensor, embedding: Matrix, width: int, drafts: int, pdl: int = 0
 ) -> Shared:
     """The same where all rows share `drafts` drafts, handed out from the first row on, and the tokens of the rows lie end to
     end, with padding behind them up to rows + drafts tokens. At most `width` drafts for a row."""
     rows, (_, pages) = len(slot), pool.block_table.shape
-    vocab, hidden = embedding.shape
+    values = embedding.values
+    vocab, hidden = values.shape
     total = rows + drafts
     out = Shared(
-        embedding.new_empty(total, hidden), slot.new_empty(total), pool.block_table.new_empty(rows, pages),
+        values.new_empty(total, hidden), slot.new_empty(total), pool.block_table.new_empty(rows, pages),
         slot.new_empty(rows), pool.block_table.new_empty(rows + 1), slot.new_empty(total),
     )
     run = min(TABLE_RUN, power_of_two(pages))
     prepare_shared_kernel[(total + rows * triton.cdiv(pages, run),)](
-        slot, k, pool.tokens, pool.length, pool.limit, pool.alive, pool.block_table, pool.draft, pool.draft_size, embedding,
+        slot, k, pool.tokens, pool.length, pool.limit, pool.alive, pool.block_table, pool.draft, pool.draft_size, values,
         *out, width, drafts, total, pool.tokens.shape[1], pages, pool.draft.shape[1], vocab, rows, power_of_two(rows), hidden,
         power_of_two(hidden), run, pdl, **launch_options(4, pdl),
     )

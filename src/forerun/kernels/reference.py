@@ -14,6 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, one_by_one
+from forerun.models.weights import Matrix
+
+
+def multiplies(kind: str) -> bool:
+    """Every kind, by its dense values."""
+    return True
 
 
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -22,21 +28,21 @@ def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     return norm * wide.to(x.dtype)
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(rms_norm(x, norm, eps), weight, bias)
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None) -> Tensor:
+    return F.linear(rms_norm(x, norm, eps), weight.dense(), bias)
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    return residual + F.linear(x, weight, bias)
+def linear_add(x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor) -> Tensor:
+    return residual + F.linear(x, weight.dense(), bias)
 
 
-def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-    gate, up = F.linear(rms_norm(x, norm, eps), weight).chunk(2, -1)
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
+    gate, up = F.linear(rms_norm(x, norm, eps), weight.dense()).chunk(2, -1)
     return F.silu(gate) * up
 
 
-def norm_logits(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-    return F.linear(rms_norm(x, norm, eps), weight).float()
+def norm_logits(x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
+    return F.linear(rms_norm(x, norm, eps), weight.dense()).float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

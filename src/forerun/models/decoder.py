@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, reference
 from forerun.models import loading, rope
 from forerun.models.config import ModelConfig
-from forerun.models.loading import Weights
+from forerun.models.weights import Weights
 from forerun.types import require
 
 LOG = logging.getLogger("forerun")
@@ -54,9 +53,13 @@ class Target:
         self.config = config
         self.weights = weights
         self.kernels = kernels
-        self.dtype = weights.embedding.dtype
-        self.device = weights.embedding.device
-        self.bytes = sum(t.numel() * t.element_size() for t in weights.tensors())
+        kinds = {matrix.kind for layer in weights.layers for matrix in layer.matrices()} | {weights.head.kind}
+        unread = ", ".join(sorted(kind for kind in kinds if not kernels.multiplies(kind)))
+        name = getattr(kernels, "__name__", type(kernels).__name__)
+        require(not unread, "kernels", name, f"they do not multiply matrices of kind {unread}; give forerun.kernels.reference")
+        self.dtype = weights.dtype
+        self.device = weights.norm.device
+        self.bytes = weights.bytes
         self.vocab = config.vocab_size
         self.max_positions = min(max_positions or config.max_positions, config.max_positions)
         self.cos, self.sin = rope.tables(config.rope, config.head_dim, self.max_positions + PADDING, self.device)
@@ -94,7 +97,7 @@ class Target:
         """Give no logits for ids from `size` on. A checkpoint's vocabulary is often padded past the tokenizer's; what the
         padding would say is never computed, so it can be neither emitted nor drafted."""
         self.vocab = min(size, self.config.vocab_size)
-        self.weights = self.weights._replace(head=self.weights.head[: self.vocab])
+        self.weights = self.weights._replace(head=self.weights.head.narrow(0, self.vocab))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -126,7 +129,7 @@ class Target:
         weights, run = self.weights, kernels or self.kernels
         run_layers = self._bind(run, kv)
         kept: dict[int, Tensor] = {}
-        x = F.embedding(batch.ids, weights.embedding) if x is None else x  # [T,H]
+        x = weights.embedding.embed(batch.ids) if x is None else x  # [T,H]
         cuts = sorted({0, *layers, len(weights.layers)})
         for first, last in pairwise(cuts):
             kept[first] = x

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forerun.models.config import ModelConfig
 from forerun.models.files import INDEX, SINGLE, missing_files, weight_map
+from forerun.models.weights import Dense, Layer, Matrix, Weights
 from forerun.types import LoadError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -24,89 +25,66 @@ STAGE = 32 * 2**20  # bytes read at a time where they cannot go straight to thei
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
-class Layer(NamedTuple):
-    """One decoder layer; matrices are [out,in]. qkv stacks q over k over v, gate_up gate over up."""
+def empty(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, kind: type[Matrix] = Dense
+) -> Weights:
+    """Weights of the right shapes, uninitialised, with matrices of this kind. On device "meta" they take no memory."""
 
-    attention_norm: Tensor  # [H]
-    qkv: Tensor  # [(heads + 2 kv_heads) * D, H]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [D]
-    k_norm: Tensor | None
-    out: Tensor  # [H, heads * D]
-    out_bias: Tensor | None
-    mlp_norm: Tensor  # [H]
-    gate_up: Tensor  # [2 I, H]
-    down: Tensor  # [H, I]
+    def vector(size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
 
-
-class Weights(NamedTuple):
-    """All weights of a decoder. head is the embedding itself where the two are tied."""
-
-    embedding: Tensor  # [V,H]
-    layers: tuple[Layer, ...]
-    norm: Tensor  # [H]
-    head: Tensor  # [V,H]
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Each once."""
-        yield self.embedding
-        yield self.norm
-        if self.head is not self.embedding:
-            yield self.head
-        for layer in self.layers:
-            yield from (t for t in layer if t is not None)
-
-
-def empty(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Weights:
-    """Weights of the right shapes, uninitialised. On device "meta" they take no memory."""
-
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    def matrix(rows: int, columns: int) -> Matrix:
+        return kind.empty(rows, columns, dtype, device)
 
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     layers = tuple(
         Layer(
-            attention_norm=new(hidden),
-            qkv=new(q + 2 * kv, hidden),
-            qkv_bias=new(q + 2 * kv) if config.qkv_bias else None,
-            q_norm=new(config.head_dim) if config.qk_norm else None,
-            k_norm=new(config.head_dim) if config.qk_norm else None,
-            out=new(hidden, q),
-            out_bias=new(hidden) if config.out_bias else None,
-            mlp_norm=new(hidden),
-            gate_up=new(2 * inner, hidden),
-            down=new(hidden, inner),
+            attention_norm=vector(hidden),
+            qkv=matrix(q + 2 * kv, hidden),
+            qkv_bias=vector(q + 2 * kv) if config.qkv_bias else None,
+            q_norm=vector(config.head_dim) if config.qk_norm else None,
+            k_norm=vector(config.head_dim) if config.qk_norm else None,
+            out=matrix(hidden, q),
+            out_bias=vector(hidden) if config.out_bias else None,
+            mlp_norm=vector(hidden),
+            gate_up=matrix(2 * inner, hidden),
+            down=matrix(hidden, inner),
         )
         for _ in range(config.layers)
     )
-    embedding = new(config.vocab_size, hidden)
-    return Weights(embedding, layers, new(hidden), embedding if config.tied else new(config.vocab_size, hidden))
+    embedding = matrix(config.vocab_size, hidden)
+    head = embedding if config.tied else matrix(config.vocab_size, hidden)
+    return Weights(dtype, embedding, layers, vector(hidden), head)
 
 
 def parts(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a checkpoint must hold, by name, with the rows of the weights that it fills."""
-    yield EMBEDDING, weights.embedding
+    """Every tensor that a checkpoint must hold, by name, with the part of the weights' memory that it fills."""
+    yield from _stored("model.embed_tokens", weights.embedding)
     yield "model.norm.weight", weights.norm
     if not config.tied:
-        yield HEAD, weights.head
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        yield from _stored("lm_head", weights.head)
+    q, kv, inner = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.intermediate_size
     for i, layer in enumerate(weights.layers):
         at = f"model.layers.{i}."
         yield at + "input_layernorm.weight", layer.attention_norm
         yield at + "post_attention_layernorm.weight", layer.mlp_norm
-        for kind, stacked in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
-            if stacked is not None:
-                for letter, rows in zip("qkv", stacked.split((q, kv, kv)), strict=True):
-                    yield f"{at}self_attn.{letter}_proj.{kind}", rows
-        for name, rows in (("q_norm.weight", layer.q_norm), ("k_norm.weight", layer.k_norm), ("o_proj.bias", layer.out_bias)):
-            if rows is not None:
-                yield f"{at}self_attn.{name}", rows
-        yield at + "self_attn.o_proj.weight", layer.out
-        gate, up = layer.gate_up.chunk(2)
-        yield at + "mlp.gate_proj.weight", gate
-        yield at + "mlp.up_proj.weight", up
-        yield at + "mlp.down_proj.weight", layer.down
+        for letter, rows in zip("qkv", layer.qkv.split((q, kv, kv)), strict=True):
+            yield from _stored(f"{at}self_attn.{letter}_proj", rows)
+        if layer.qkv_bias is not None:
+            for letter, bias in zip("qkv", layer.qkv_bias.split((q, kv, kv)), strict=True):
+                yield f"{at}self_attn.{letter}_proj.bias", bias
+        for name, vector in (("q_norm.weight", layer.q_norm), ("k_norm.weight", layer.k_norm), ("o_proj.bias", layer.out_bias)):
+            if vector is not None:
+                yield f"{at}self_attn.{name}", vector
+        yield from _stored(at + "self_attn.o_proj", layer.out)
+        for name, rows in zip(("gate_proj", "up_proj"), layer.gate_up.split((inner, inner)), strict=True):
+            yield from _stored(f"{at}mlp.{name}", rows)
+        yield from _stored(at + "mlp.down_proj", layer.down)
+
+
+def _stored(name: str, matrix: Matrix) -> Iterator[tuple[str, Tensor]]:
+    return ((f"{name}.{part}", tensor) for part, tensor in matrix.stored.items())
 
 
 def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:

@@ -1,0 +1,147 @@
+"""The weights of a decoder. Every matrix is behind one type, Matrix, whatever it is stored in; norms and biases are plain
+tensors. Kernels multiply by matrices (kernels/__init__.py), loading.py fills them. docs/models.md says what a new kind of
+matrix must provide.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Matrix(ABC):
+    """A weight matrix [rows, columns]: `columns` inputs, `rows` outputs.
+
+    kind: names how it is stored; a set of kernels says which kinds it multiplies. dtype: of `dense` and `embed`, which is
+    the model's compute dtype. stored: the tensors that hold it, by the last part of their names in a checkpoint ("weight").
+    """
+
+    kind: ClassVar[str]
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    stored: dict[str, Tensor]
+
+    @classmethod
+    @abstractmethod
+    def empty(cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str) -> Self:
+        """An uninitialised matrix. On device "meta" it takes no memory."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """All values.  [rows, columns] in dtype; the stored tensor itself where it is stored so, else a new one"""
+
+    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """The rows of these ids. Does not wait for the device.  [T] int64 -> [T, columns] in dtype"""
+
+    @abstractmethod
+    def narrow(self, first: int, count: int) -> Self:
+        """Rows first .. first + count - 1. It shares the memory: what is written to one is seen in the other. Raises
+        ValueError where the kind cannot be cut there."""
+
+    @property
+    def values(self) -> Tensor:
+        """The stored [rows, columns] tensor, contiguous, for kernels that read it in place. Raises TypeError for kinds that
+        are not stored so (all but dense)."""
+        raise TypeError(f"a matrix of kind {self.kind} has no stored [rows, columns] tensor; use dense(), or kernels for it")
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.stored.values())).device
+
+    def split(self, counts: tuple[int, ...]) -> Iterator[Self]:
+        """Consecutive parts of so many rows each, as `narrow` gives them."""
+        for end, count in zip(accumulate(counts), counts, strict=True):
+            yield self.narrow(end - count, count)
+
+
+class Dense(Matrix):
+    """A matrix stored as it is: one contiguous tensor [rows, columns] in the compute dtype."""
+
+    kind = "dense"
+
+    def __init__(self, values: Tensor) -> None:
+        self.rows, self.columns = values.shape
+        self.dtype = values.dtype
+        self.stored = {"weight": values}
+        self._values = values
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str) -> Dense:
+        return cls(torch.empty(rows, columns, dtype=dtype, device=device))
+
+    @property
+    def values(self) -> Tensor:
+        return self._values
+
+    def dense(self) -> Tensor:
+        return self._values
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self._values)
+
+    def narrow(self, first: int, count: int) -> Dense:
+        return Dense(self._values[first : first + count])
+
+
+class Layer(NamedTuple):
+    """One decoder layer; matrices are [out,in]. qkv stacks q over k over v, gate_up gate over up."""
+
+    attention_norm: Tensor  # [H]
+    qkv: Matrix  # [(heads + 2 kv_heads) * D, H]
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None
+    out: Matrix  # [H, heads * D]
+    out_bias: Tensor | None
+    mlp_norm: Tensor  # [H]
+    gate_up: Matrix  # [2 I, H]
+    down: Matrix  # [H, I]
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def vectors(self) -> tuple[Tensor, ...]:
+        """The norms' weights and the biases that the layer has."""
+        given = (self.attention_norm, self.qkv_bias, self.q_norm, self.k_norm, self.out_bias, self.mlp_norm)
+        return tuple(t for t in given if t is not None)
+
+
+class Weights(NamedTuple):
+    """All weights of a decoder. dtype: the compute dtype, of activations, norms and the KV cache. head: the embedding itself
+    where the two are tied; it may have fewer rows than the embedding."""
+
+    dtype: torch.dtype
+    embedding: Matrix  # [V,H]
+    layers: tuple[Layer, ...]
+    norm: Tensor  # [H]
+    head: Matrix  # [V,H]
+
+    def matrices(self) -> Iterator[Matrix]:
+        """Each once."""
+        yield self.embedding
+        if self.head is not self.embedding:
+            yield self.head
+        for layer in self.layers:
+            yield from layer.matrices()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that the weights are stored in, each tensor once."""
+        for matrix in self.matrices():
+            yield from matrix.stored.values()
+        yield self.norm
+        for layer in self.layers:
+            yield from layer.vectors()
+
+    @property
+    def bytes(self) -> int:
+        """The memory that the weights take; what tensors share counts once."""
+        storages = (t.untyped_storage() for t in self.tensors())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
