@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from forerun import cli
 from forerun.bench import command
+from forerun.bench.formats import duration
 from forerun.bench.load import budget
 from forerun.bench.load.budget import Failed, Pace
 from forerun.bench.load.plan import Plan, Step, steps_of
-from forerun.bench.pages.progress import EVERY_S, Course, Lines, duration
+from forerun.bench.pages.progress import EVERY_S, Course, Lines
 from forerun.bench.records import record
 from forerun.bench.records.record import Batch, Load
 from forerun.bench.workloads import tasks as workloads

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from forerun.bench.engines.subject import Subject, ask_of
+from forerun.bench.formats import duration
 from forerun.bench.load import sending as loads
 from forerun.bench.load.plan import Plan, Step, arrivals_of, steps_of
-from forerun.bench.pages.progress import duration
 from forerun.bench.workloads.tasks import Prompt, Task
 
 DEFAULT_MINUTES = 4.0

@@ -320,4 +320,3 @@ def _settings(record: Record) -> list[tuple[str, str]]:
 
 def _pairs(values: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in values.items() if value is not None)
-

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from forerun.bench.formats import duration
 from forerun.bench.load.plan import Step
 from forerun.bench.records.record import Batch
 
@@ -88,20 +89,6 @@ class Course:
         if self.done < self.total:
             del self._expected[self.done]
         self._show(self)
-
-
-def duration(seconds: float) -> str:
-    """40 s, 2 min 30 s, 12 min, 1 h 20 min: no more exact than an estimate is."""
-    if seconds < 95:
-        return f"{max(5 * round(seconds / 5), 5)} s"
-    minutes = seconds / 60
-    if minutes < 5:
-        half = round(2 * minutes)
-        return f"{half // 2} min" + (" 30 s" if half % 2 else "")
-    if minutes < 59.5:
-        return f"{round(minutes)} min"
-    hours, rest = divmod(5 * round(minutes / 5), 60)
-    return f"{hours} h" + (f" {rest} min" if rest else "")
 
 
 class Lines:

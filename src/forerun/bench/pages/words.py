@@ -301,9 +301,7 @@ def _cell(cell: Cell) -> list[str]:
         said = failed(cell.failures, cell.requests, cell.reasons)
         found.append(f"{said}. They were left out, with the batch they were in.")
     if cell.cached_tokens:
-        found.append(
-            f"{cell.cached_tokens} prompt tokens came from the prefix cache, so time to first token is flattered."
-        )
+        found.append(f"{cell.cached_tokens} prompt tokens came from the prefix cache, so time to first token is flattered.")
     if cell.requests > cell.failures and cell.output_tokens / (cell.requests - cell.failures) < 16:
         found.append("answers are shorter than 16 tokens on average, mostly prompt time; choose another task or model.")
     if cell.late is not None and (cell.late.p95 or 0.0) > LATE_S:

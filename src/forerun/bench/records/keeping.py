@@ -1,4 +1,4 @@
-"""Where a run's record is kept while it is measured, so that nothing measured is lost. Knows files; not what is in a record."""
+"""Keeps the record of a run in its file while the run goes on. Knows files, and nothing of what a record holds."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ LOG = logging.getLogger("forerun")
 
 
 class Keeper:
-    """Writes the record after each batch. A file that cannot be written, for instance on a full disk, does not end the run: it
-    is tried again after the next batch, and at the end in the folder for temporary files.
+    """Writes the record after each batch. If the file cannot be written, for instance on a full disk, the run goes on: writing
+    is tried again after the next batch, and at the end in a folder for temporary files.
 
-    trouble: why it could not be written the last time, None if it could.
+    trouble: why the last write failed, None if it did not.
     """
 
     def __init__(self, path: Path, replacing: bool = False) -> None:
-        """replacing: the file is the one that the run is resumed from. Raises SettingError for a file that cannot be written,
-        and for one that holds a run which is not finished."""
+        """replacing: the run is resumed from this file. Raises SettingError for a file that cannot be written, and for one that
+        holds an unfinished run."""
         writable("output", path)
-        if not replacing and _unfinished(path):
-            raise SettingError(
-                "output",
-                str(path),
-                f"it holds a run that is not finished; go on with it by --resume {path}, or give another name",
-            )
+        remedy = f"the file holds an unfinished run; resume it with --resume {path}, or give another name"
+        require(replacing or not _unfinished(path), "output", str(path), remedy)
         self.path = path
         self.trouble: str | None = None
         self._file = RecordFile(path)
@@ -42,34 +38,33 @@ class Keeper:
 
     @property
     def resume(self) -> str:
-        """The command that goes on with the run."""
+        """The command that resumes the run."""
         return shlex.join(["forerun", "bench", "--resume", str(self.path)])
 
     def write(self, record: Record) -> None:
-        """The record as it is now."""
         self._last = record
         try:
             self._file.write(record)
             self.trouble = None
         except OSError as error:
             if self.trouble is None:
-                LOG.warning("%s cannot be written (%s); the run goes on, and this is tried again", self.path, error.strerror)
+                LOG.warning("%s cannot be written (%s); the run goes on, and writing is tried again", self.path, error.strerror)
             self.trouble = str(error.strerror or error)
 
     def close(self) -> Path:
-        """Where the record is, in the end."""
+        """The file that holds the record in the end."""
         if self.trouble is None or self._last is None:
             return self.path
-        folder = Path(tempfile.mkdtemp(prefix="forerun-record-"))
-        RecordFile(folder / self.path.name).write(self._last)
-        return folder / self.path.name
+        path = Path(tempfile.mkdtemp(prefix="forerun-record-")) / self.path.name
+        RecordFile(path).write(self._last)
+        return path
 
 
 def writable(setting: str, path: Path) -> None:
-    """Found out before minutes of measuring. Raises SettingError."""
+    """Raises SettingError for an output file that cannot be written, before any time is spent on measuring."""
     folder = path.resolve().parent
     require(folder.is_dir(), setting, str(path), "its folder does not exist; make it first or give another")
-    require(not path.is_dir(), setting, str(path), "that is a folder; give a file's name")
+    require(not path.is_dir(), setting, str(path), "that is a folder; give the name of a file")
     try:
         if path.exists():
             path.open("ab").close()
@@ -81,7 +76,7 @@ def writable(setting: str, path: Path) -> None:
 
 
 def _unfinished(path: Path) -> bool:
-    """Whether a file holds a run that can be resumed."""
+    """Whether the file holds a run that can be resumed."""
     try:
         found = load(path)
     except (OSError, SettingError):

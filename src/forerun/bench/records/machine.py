@@ -1,4 +1,4 @@
-"""What a run was measured on: processor, memory, accelerator, versions. Knows nothing of runs."""
+"""The machine of a measurement: processor, memory, accelerator, versions. Knows nothing of runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun.bench.records.record import Machine
 
 
 def load_average() -> float | None:
-    """Over the last minute; None where the system does not tell."""
+    """Over the last minute; None where the system does not report it."""
     try:
         return os.getloadavg()[0]
     except OSError:
@@ -19,19 +19,17 @@ def load_average() -> float | None:
 
 
 def versions() -> dict[str, str]:
-    """Of this package and those that its figures depend on."""
+    """Of this package, and of those that its figures depend on."""
     import torch
 
     import forerun
 
-    versions = {"forerun": forerun.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in ("tokenizers", "numpy"):
-        versions[name] = importlib.metadata.version(name)
-    return versions
+    others = {name: importlib.metadata.version(name) for name in ("tokenizers", "numpy")}
+    return {"forerun": forerun.__version__, "python": platform.python_version(), "torch": torch.__version__, **others}
 
 
 def describe(load: float | None) -> Machine:
-    """This one. load: its load average as the run began."""
+    """This machine. load: its load average at the start of the run."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,8 +1,7 @@
-"""What a run leaves behind: its settings, the machine, the versions and every raw sample, as frozen values that go to JSON
-and come back equal. Knows no engine and derives no figure; summary.py and report.py read nothing but this.
+"""The record of a run: settings, machine, versions and every raw sample, as frozen values that are written as JSON and come
+back equal. Knows no engine and derives no figure; every figure and page is made from a record alone.
 
-Schema 2 has everything of schema 1 and adds loads, servers and chunks; schema 3 adds what a run needs to be resumed. Files of
-schemas 1 and 2 are still read.
+Schema 2 added loads, servers and chunks to schema 1; schema 3 added what resuming a run needs. All three are read.
 """
 
 from __future__ import annotations
@@ -12,34 +11,32 @@ import functools
 import gzip
 import json
 import os
-import types
-import typing
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from forerun.bench.records.redaction import hide
-from forerun.types import SettingError
+from forerun.types import SettingError, require
 
 SCHEMA = 3
 READABLE = (1, 2, 3)
+REMEDY = "give a file that `forerun bench` wrote"
 
 HIDDEN_IN = ("settings", "notes", "given_up")
-"""Parts of a record whose texts come from the command line and from logs."""
+"""The parts of a record, besides its batches, that may hold secrets: their texts come from the command line and from logs."""
 
 FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
-"""The finish reasons of the OpenAI API, all of which end an answer. Others (abort, error) end a request that failed."""
+"""The finish reasons of the OpenAI API, each of which ends an answer. With any other (abort, error) the request failed."""
 
 LoadKind = Literal["concurrency", "poisson", "trace"]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How the requests of a batch arrive. concurrency: `concurrency` requests are kept in flight, a new one sent when one ends
-    (1: a single stream). poisson: open loop, `rate` requests a second on average, sent whether or not earlier ones have
-    ended. trace: open loop, at the times of a recorded trace, divided by `speed`. requests: how many a batch has."""
+    """How the requests of a batch arrive. concurrency: closed loop, `concurrency` requests in flight, a new one sent when one
+    ends. poisson: open loop, `rate` requests a second on average. trace: open loop, at the times of a recorded trace,
+    divided by `speed`. requests: how many a batch has."""
 
     kind: LoadKind = "concurrency"
     concurrency: int = 1
@@ -49,7 +46,7 @@ class Load:
 
     @property
     def label(self) -> str:
-        """Short and distinct among the loads of a run: c=8, 2.5/s, trace."""
+        """Short, and distinct among the loads of a run: c=8, 2.5/s, trace."""
         if self.kind == "poisson":
             return f"{self.rate:g}/s"
         return "trace" if self.kind == "trace" else f"c={self.concurrency}"
@@ -57,8 +54,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where `forerun bench` ran. cores: those this process may use. load: the machine's load average over a minute as the run
-    began. client_only: the engine ran elsewhere, on hardware that is not known; this is the machine that sent the requests."""
+    """The machine that `forerun bench` ran on. cores: those that this process may use. load: the load average over a minute
+    at the start. client_only: it only sent the requests; the engine ran on unknown hardware."""
 
     cpu: str
     cores: int
@@ -71,10 +68,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of an arm's engine beside its settings; None: not to be had. command: how it was launched, secrets left
-    out. kv_tokens: tokens that its KV cache holds. startup_s: from launch to ready. memory_bytes: resident, of all its
-    processes, when ready. scheduler: what the log or the API says of it ("async scheduling", "model runner"). fallbacks:
-    lines of the log in which the engine says that it does something other than asked; warnings: others that matter here."""
+    """What an arm's engine reports of itself; None: not known. command: how it was launched, without secrets. kv_tokens: the
+    capacity of its KV cache in tokens. startup_s: from launch to ready. memory_bytes: resident memory of all its processes
+    when ready. scheduler: settings found in its log or API ("async scheduling", "model runner"). fallbacks: lines of its log
+    that say that it does something other than asked. warnings: other lines that matter for the comparison."""
 
     engine: str
     version: str | None = None
@@ -90,7 +87,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class ArmRecord:
-    """One side of the comparison: speculation is what was asked for (None: no drafter), engine the settings in force."""
+    """One arm of the comparison. speculation: the settings asked for, None without a drafter. engine: the settings in force."""
 
     name: str
     speculation: dict[str, Any] | None
@@ -100,11 +97,11 @@ class ArmRecord:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked of the run. arms: in their order, the reference first. concurrency: of the first load. loads: every
-    task is measured under each. engine: forerun for the one in this process, else the server's kind. command: the command line
-    that repeats the run, secrets left out. temperatures: of the requests of each task, as they were sent. options: what was
-    asked for on the command line, as far as it is not the default. contents: a hash of the prompts and of the template, which
-    a resumed run must have in common with this one."""
+    """What was asked of the run. arms: in their order, the reference first. concurrency: of the first load. loads: each task
+    is measured under every load. engine: forerun for the engine in this process, else the kind of server. command: the
+    command line that repeats the run, without secrets. temperatures: of each task's requests, as sent. options: the command
+    line's options that are not the default. contents: hashes of the prompts and of the template, which must be the same
+    when the run is resumed."""
 
     model: str
     tasks: tuple[str, ...]
@@ -127,10 +124,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The drafting counts of one request, as in engine/stats.py: drafted = verified by the target, accepted = committed.
-
-    An engine that does not give all of them leaves what cannot be: with drafted > 0, drafting_steps 0 means not counted, and
-    empty drafted_at or accepted_at mean not counted by position."""
+    """The drafting counts of one request, as in engine/stats.py. drafted: tokens that the target verified. accepted: drafted
+    tokens that were committed. Where an engine does not count something: with drafted > 0, drafting_steps is 0; drafted_at
+    or accepted_at, the counts by draft position, are empty."""
 
     steps: int
     drafting_steps: int
@@ -145,8 +141,8 @@ NOT_COUNTED = Counts(0, 0, 0, 0, (), ())
 
 
 class Chunk(NamedTuple):
-    """A piece of an answer as it arrived, at_s after the request was scheduled. tokens: how many it holds, None if the server
-    does not say; chars: of text."""
+    """One piece of a streamed answer. at_s: its arrival, from the request's scheduled time. tokens: how many it holds, None
+    if the server does not say. chars: its length as text."""
 
     at_s: float
     tokens: int | None
@@ -155,13 +151,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request. Seconds since it was scheduled: sent_s until it was sent, queued_s to its first step (None: not known),
-    ttft_s to its first content, e2e_s to its end (of a failed one: until it failed). scheduled_s: since the batch began.
+    """One request. Its times are seconds from its scheduled time: sent_s until it was sent, queued_s to its first step (None:
+    not known), ttft_s to its first content, e2e_s to its end or its failure. scheduled_s: from the start of the batch.
 
-    output_tokens: as the server's usage says; None: the number of token_ids. token_ids: empty if the server gives none.
-    hidden_tokens: those of them that were not streamed, as some servers do with reasoning. failure: why it counts as failed,
-    None if it does not; a failed request is credited no tokens. usage: as the server sent it. notes: what was odd in the
-    answer, such as a value that could not be used.
+    output_tokens: the number in the server's usage; None: the number of token_ids. token_ids: empty if the server gives none.
+    hidden_tokens: output tokens that were not streamed, such as reasoning. failure: why the request failed, None if it did
+    not; a failed request is credited no tokens. usage: as the server sent it. notes: oddities of the answer, such as an
+    unusable value.
     """
 
     prompt: str
@@ -188,21 +184,21 @@ class Answer:
 
     @property
     def reason(self) -> str | None:
-        """Why it failed; None if it did not. Older records have requests that failed without saying why."""
+        """Why it failed, None if it did not. Older records have failed requests without a stated reason."""
         if not self.failed or self.failure is not None:
             return self.failure
         return f"it ended with the reason {self.finish_reason!r}" if self.tokens else "it gave no output tokens"
 
     @property
     def tokens(self) -> int:
-        """Output tokens."""
+        """The number of output tokens."""
         return len(self.token_ids) if self.output_tokens is None else self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Where the engine's host time of one batch went, in seconds, over so many engine steps. cached_tokens: prompt tokens found
-    in the prefix cache; the cell was warm if there are any."""
+    """The engine's host time in one batch, by part, over `steps` engine steps. cached_tokens: prompt tokens found in the prefix
+    cache."""
 
     steps: int
     draft_s: float
@@ -213,14 +209,14 @@ class Times:
 
 
 TIMES_UNKNOWN = Times(0, 0.0, 0.0, 0.0, 0.0, 0)
-"""No steps and no seconds: the engine does not say where its time went."""
+"""No steps and no seconds: the engine does not report its times."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCounters:
-    """What a server has counted since it started, read from its metrics; None: it has no such counter. drafts: sequence steps
-    that had a draft. accepted_at: accepted up to the first, second, ... draft position. *_s with *_count: sum and number of
-    its histogram, over requests that have ended. cached_tokens: prompt tokens found in the prefix cache."""
+    """A server's counters since its start, read from its metrics; None: it has no such counter. drafts: sequence steps with a
+    draft. accepted_at: tokens accepted at each draft position. *_s and *_count: the sum and the number of a histogram over
+    ended requests. cached_tokens: prompt tokens found in the prefix cache."""
 
     drafts: float | None = None
     draft_tokens: float | None = None
@@ -240,12 +236,12 @@ class ServerCounters:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What was measured at once: the requests of one load sent to one arm. Batches of different arms with the same task, load
-    and repetition got the same prompts and form a pair. order: its place in the run. warmup: not to be counted.
+    """The requests of one load, sent to one arm. Batches of different arms with the same task, load and repetition have the
+    same prompts and form a pair. order: its place in the run. warmup: it does not count.
 
-    drafting: the drafting counts of the whole batch where the engine gives them, per request or by its counters; None: it
-    does not. Where its `steps` is 0 but something was drafted, the engine does not count steps. before, after: the server's
-    counters around the batch. notes: what makes it doubtful (traffic of others, counters that fell)."""
+    drafting: the drafting counts of the whole batch, where the engine gives them by request or by its counters, else None;
+    steps 0 with drafted tokens means that steps are not counted. before, after: the server's counters around the batch.
+    notes: reasons for doubt (requests of other clients, counters that fell)."""
 
     task: str
     arm: str
@@ -264,9 +260,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a greedy answer of an arm first left the reference's. gap: the reference's log-probability of its own token there
-    less that of the next best; a small one is a near-tie that rounding decides. None if one is a prefix of the other or if
-    it was not looked at. unit: what position counts, tokens, or characters where the server gives no token ids."""
+    """The first position at which a greedy answer of an arm differs from the reference's. gap: the reference's log-probability
+    of its own token there less that of the next best, small at a near-tie, which rounding decides; None if one answer is a
+    prefix of the other or if it was not measured. unit: of position; characters where the server gives no token ids."""
 
     task: str
     arm: str
@@ -280,9 +276,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """The first tokens that an arm drew for one prompt at a temperature above 0, one for each sample (its text, or its id as
-    text), for the test that all arms draw from the same distribution. logprobs: the arm's own log-probabilities of the most
-    likely ones, where it gives them."""
+    """The first tokens that an arm sampled for one prompt at a temperature above 0, as texts or as ids in decimal, for the test
+    of distribution.py. logprobs: the arm's own log-probabilities of the likeliest tokens, where it gives them."""
 
     arm: str
     prompt: str
@@ -293,9 +288,9 @@ class FirstTokens:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A whole run. started: UTC, ISO 8601. seconds: of all its parts, if it was resumed. finished False: it was interrupted or
-    ended by an error, and the batches are those measured until then. resumed: when it was taken up again. given_up: arms and
-    tasks that were not measured to the end, and why."""
+    """A whole run. started: UTC, ISO 8601. seconds: of all its parts, if resumed. finished: False if interrupted or ended by an
+    error; the batches are those measured before. resumed: when it was resumed. given_up: the arms and tasks
+    whose measurement was stopped early, and why."""
 
     started: str
     seconds: float
@@ -316,43 +311,50 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Raises SettingError if it is not a record, or one of another schema."""
+        """Raises SettingError for a text that is no record, or a record of an unknown schema."""
+        from pydantic import ValidationError
+
         try:
             value = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise SettingError("record", text[:40], f"not JSON ({error}); give a file that `forerun bench` wrote") from None
-        if not isinstance(value, dict) or "schema" not in value:
-            raise SettingError("record", text[:40], "no record of a run; give a file that `forerun bench` wrote")
-        if value["schema"] not in READABLE:
-            raise SettingError(
-                "schema",
-                value["schema"],
-                f"this version reads schemas {', '.join(map(str, READABLE))}; measure again, or use the version that wrote it",
-            )
+        except ValueError as error:
+            raise SettingError("record", text[:40], f"not JSON ({error}); {REMEDY}") from None
+        require(isinstance(value, dict) and "schema" in value, "record", text[:40], f"not the record of a run; {REMEDY}")
+        known = f"this version reads schemas {', '.join(map(str, READABLE))}; measure again, or use the version that wrote it"
+        require(value["schema"] in READABLE, "schema", value["schema"], known)
         try:
-            record = _build(cls, _without_secrets(_from_1(value) if value["schema"] == 1 else value))
+            return _decoder().validate_python(_without_secrets(_from_1(value) if value["schema"] == 1 else value))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise SettingError("record", where, f"{first['msg']}; the file is cut off or was changed") from None
         except (TypeError, AttributeError, KeyError) as error:
-            raise SettingError("record", text[:40], f"a value in it is of another kind ({error}); it was changed") from None
-        assert isinstance(record, Record)
-        return record
+            raise SettingError("record", text[:40], f"a value has another type ({error}); the file was changed") from None
+
+
+@functools.cache
+def _decoder() -> Any:
+    """Turns the values of JSON into a Record. Fields with a default may be absent, unknown fields are errors."""
+    from pydantic import ConfigDict, TypeAdapter, with_config
+
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(Record))
 
 
 class RecordFile:
-    """A record's file while the run goes on: written whole after each batch, packed if its name ends in .gz. The file is either
-    the one before or the new one, never a part of one. Each batch is turned into text once."""
+    """The file of a record during a run, packed if its name ends in .gz. It is written anew after each batch and replaces the
+    file before, so that it is whole at any time. Each batch is encoded once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._batches: list[str] = []
 
     def write(self, record: Record) -> None:
-        """record: with the batches of the one before and more behind them. Raises OSError."""
+        """record: has the batches of the record before, and may have more. Raises OSError."""
         self._batches += [_batch_text(batch) for batch in record.batches[len(self._batches) :]]
-        # a lone surrogate, which a server may send, is written as JSON's escape of it
+        # a lone surrogate, which a server may send, is written as its JSON escape
         data = (_text(record, self._batches) + "\n").encode("utf-8", "backslashreplace")
         data = gzip.compress(data, 6, mtime=0) if self.path.suffix == ".gz" else data
         if self.path.exists() and not self.path.is_file():
-            self.path.write_bytes(data)  # a device such as /dev/null, which is not to be replaced
+            self.path.write_bytes(data)  # a device such as /dev/null must not be replaced
             return
         partial = self.path.with_name(self.path.name + ".part")
         partial.write_bytes(data)
@@ -360,8 +362,17 @@ class RecordFile:
 
 
 def save(record: Record, path: Path) -> None:
-    """Write it as JSON, packed if the name ends in .gz. The file appears whole or not at all."""
+    """Write the record as JSON, packed if the name ends in .gz. The file appears whole or not at all. Raises OSError."""
     RecordFile(path).write(record)
+
+
+def load(path: Path) -> Record:
+    """Raises SettingError if the file is not a record of a known schema, OSError if it cannot be read."""
+    data = path.read_bytes()
+    try:
+        return Record.from_json((gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode())
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise SettingError("record", str(path), f"cannot be read ({error}); {REMEDY}") from None
 
 
 def _batch_text(batch: Batch) -> str:
@@ -369,21 +380,25 @@ def _batch_text(batch: Batch) -> str:
 
 
 def _text(record: Record, batches: list[str]) -> str:
-    """The record's JSON, a batch on each line."""
+    """The record's JSON, with each batch on a line."""
     value = _without_secrets(dataclasses.asdict(dataclasses.replace(record, batches=())))
     texts = {name: _dumps(part) for name, part in value.items()}
     texts["batches"] = f"[{','.join(chr(10) + batch for batch in batches)}]"
     return "{" + ",".join(f'"{name}":{text}' for name, text in texts.items()) + "}"
 
 
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 def _without_secrets(value: dict[str, Any]) -> dict[str, Any]:
-    """Older versions wrote some down, so they are taken out of what is read as well."""
+    """Applied when writing, and when reading, because older versions wrote secrets."""
     hidden = {name: hide(part) if name in HIDDEN_IN else part for name, part in value.items()}
     return {**hidden, "batches": [_batch_without_secrets(batch) for batch in value.get("batches", ())]}
 
 
 def _batch_without_secrets(batch: dict[str, Any]) -> dict[str, Any]:
-    """Reasons of failures and notes come from outside, and servers repeat a key that they refuse."""
+    """Servers repeat a refused key in the reason of a failure and in notes."""
     answers = [
         {**answer, "failure": hide(answer.get("failure")), "notes": hide(answer.get("notes", ()))}
         for answer in batch.get("answers", ())
@@ -391,62 +406,9 @@ def _batch_without_secrets(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "notes": hide(batch.get("notes", ())), "answers": answers}
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def load(path: Path) -> Record:
-    """Raises SettingError if the file is not a record of a schema that is read, OSError if it cannot be read."""
-    data = path.read_bytes()
-    try:
-        return Record.from_json((gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode())
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise SettingError("record", str(path), f"cannot be read ({error}); give a file that `forerun bench` wrote") from None
-
-
 def _from_1(value: dict[str, Any]) -> dict[str, Any]:
-    """Schema 1 knew one load, so many requests sent together."""
-    settings = value.get("settings", {})
-    together = settings.get("concurrency", 1)
-    only = {"kind": "concurrency", "concurrency": together, "rate": None, "requests": together, "speed": 1.0}
-    batches = [{**b, "load": only} for b in value.get("batches", [])]
-    differences = [{**d, "load": only} for d in value.get("differences", [])]
-    return {
-        **value,
-        "schema": SCHEMA,
-        "settings": {**settings, "loads": [only]},
-        "batches": batches,
-        "differences": differences,
-    }
-
-
-@functools.cache
-def _shape(kind: Any) -> tuple[dict[str, Any], dict[str, dataclasses.Field[Any]]]:
-    """The types of a dataclass's fields, and the fields."""
-    return typing.get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
-
-
-def _build(kind: Any, value: Any) -> Any:
-    """The value of JSON turned into `kind`, which is a dataclass or named tuple of this module, a tuple of something, or plain.
-    Fields with a default may be absent."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise SettingError("record", value, f"expected the fields of a {kind}")
-        hints, fields = _shape(kind)
-        for name in value:
-            if name not in fields:
-                raise SettingError("record", name, f"unknown field; known are {', '.join(fields)}")
-        for name, field in fields.items():
-            needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            if needed and name not in value:
-                raise SettingError("record", name, "this field is missing; the file is cut off or was changed")
-        return kind(**{name: _build(hints[name], value[name]) for name in value})
-    origin = typing.get_origin(kind)
-    if kind is Chunk:
-        return Chunk(*value)
-    if origin is tuple:
-        item = typing.get_args(kind)[0]
-        return tuple(value) if item in (int, float, str) else tuple(_build(item, one) for one in value)
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else _build(next(a for a in typing.get_args(kind) if a is not type(None)), value)
-    return value
+    """A record of schema 1, which had a single load: so many requests sent together."""
+    together = value["settings"].get("concurrency", 1)
+    only = {"kind": "concurrency", "concurrency": together, "requests": together}
+    parts = {name: [{**part, "load": only} for part in value.get(name, ())] for name in ("batches", "differences")}
+    return {**value, **parts, "schema": SCHEMA, "settings": {**value["settings"], "loads": [only]}}

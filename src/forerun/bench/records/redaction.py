@@ -1,7 +1,7 @@
-"""Secrets are hidden in all that is written: records, pages, terminals, logs, error messages and the command to repeat a run.
+"""Hides secrets in all that is written: records, pages, terminals, logs, error messages and the command to repeat a run.
 
-`hide` finds them by their look: credentials in URLs, values of options and fields whose name says secret, authorization
-headers, tokens of well-known shapes. `remember` adds values that are known to be secret, whatever they look like.
+`hide` finds them by their form: credentials in URLs, values of options and fields with a secret's name, authorization headers,
+tokens of well-known shapes. `remember` adds values that are known to be secret, whatever their form.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
-SHORTEST = 4  # a shorter text is not remembered: hiding it wherever it occurs would spoil other texts
+SHORTEST = 4  # shorter values are not remembered: hiding every occurrence would damage other texts
 
 _NAMES = (
     "key|keys|apikey|apikeys|token|authtoken|accesstoken|secret|secrets|password|passwords|passwd|passphrase|pwd|credential|credentials|"
@@ -22,7 +22,7 @@ _NAMES = (
 _LAST = re.compile(rf"(?:^|[-_.\s])(?:{_NAMES})$|(?:api|access|secret|private|auth|client)(?:key|token|secret)$", re.IGNORECASE)
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NAME = rf"(?:[\w.-]*?[-_.])?(?:{_NAMES})|[\w.-]*(?:api|access|secret|private|auth|client)[-_]?(?:key|token|secret)"
-# a quoted text, also one whose quotes are escaped themselves, and one whose end is missing
+# a quoted text, also with escaped quotes or without its end
 _QUOTED = r"\\+[\"'][^\"'\\\n]*(?:\\+[\"'])?|\"(?:[^\"\\\n]|\\.)*\"?|'(?:[^'\\\n]|\\.)*'?"
 
 _SHAPES = re.compile(
@@ -53,7 +53,7 @@ _RULES = (
         ),
         rf"\1\2{HIDDEN}",
     ),
-    # Bearer ..., wherever it stands
+    # Bearer ..., anywhere
     (re.compile(r"\b(Bearer|Basic)(\s+)(?:[\w.~+/=-]{16,}|(?=\S*[\d=])[\w.~+/=-]{6,})"), rf"\1\2{HIDDEN}"),
     # --api-key value in running text
     (
@@ -66,28 +66,28 @@ _known: set[str] = set()
 
 
 def remember(*values: str) -> None:
-    """These are secret: `hide` takes them out of every text from now on. Those shorter than SHORTEST are not remembered."""
+    """From now on `hide` removes these values from every text, those of at least SHORTEST characters."""
     _known.update(value for value in values if len(value) >= SHORTEST and value != HIDDEN)
 
 
 def forget() -> None:
-    """Nothing is remembered any more."""
+    """Forget all remembered values."""
     _known.clear()
 
 
 def remember_environment() -> None:
-    """The values of environment variables whose names say secret, as HF_TOKEN does."""
+    """The values of environment variables with a secret's name, such as HF_TOKEN."""
     remember(*(value for name, value in os.environ.items() if is_secret(name) and len(value) >= 8))
 
 
 def is_secret(name: str) -> bool:
-    """Whether what has this name (of an option, a field, a header, a variable) is a secret. A plural of token is a count."""
+    """Whether an option, field, header or variable of this name holds a secret. tokens, the plural, is a count."""
     return _LAST.search(_CAMEL.sub("-", name.strip().lstrip("-"))) is not None
 
 
 def hide(value: Any) -> Any:
-    """The same text, command line or JSON value with HIDDEN in place of each secret. A sequence of texts is read as a command
-    line: behind an option whose name says secret, everything up to the next option is one."""
+    """A text, command line or JSON value with HIDDEN in place of each secret. A sequence of texts is read as a command line:
+    behind an option with a secret's name, every word up to the next option is secret."""
     if isinstance(value, str):
         return _hide_text(value)
     if isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def hide(value: Any) -> Any:
 
 
 def hide_command(text: str) -> str:
-    """A text that is a command line itself, as the options for a server are. Without a secret it stays as it stands."""
+    """A text that is a command line, such as a server's options. Without a secret it is returned unchanged."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -109,18 +109,23 @@ def hide_command(text: str) -> str:
 
 
 def secrets_of(words: Iterable[str]) -> list[str]:
-    """The values behind options whose name says secret, for `remember`."""
-    found, secret = [], False
+    """The values behind options with a secret's name, for `remember`."""
+    return [secret for _, secret in _split(words) if secret is not None]
+
+
+def _split(words: Iterable[str]) -> Iterator[tuple[str, str | None]]:
+    """Each word of a command line as the part that may be shown and the part that is secret; None: no part is."""
+    secret = False
     for word in words:
         name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            secret = is_secret(name)
-            if equals and secret:
-                found.append(value)
-            secret = secret and not equals
-        elif secret:
-            found.append(word)
-    return found
+        if word.startswith("-") and is_secret(name):
+            secret = not equals
+            yield (name + "=", value) if equals else (word, None)
+        elif word.startswith("-") and len(word) > 1:
+            secret = False
+            yield word, None
+        else:
+            yield ("", word) if secret else (word, None)
 
 
 def _hide_field(name: str, value: Any) -> Any:
@@ -131,18 +136,7 @@ def _hide_field(name: str, value: Any) -> Any:
 
 
 def _hide_words(words: Sequence[str]) -> list[str]:
-    hidden, secret = [], False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if word.startswith("-") and is_secret(name):
-            secret = not equals
-            hidden.append(f"{name}={HIDDEN}" if equals else word)
-        elif word.startswith("-") and len(word) > 1:
-            secret = False
-            hidden.append(_hide_text(word))
-        else:
-            hidden.append(HIDDEN if secret else _hide_text(word))
-    return hidden
+    return [_hide_text(shown) if secret is None else shown + HIDDEN for shown, secret in _split(words)]
 
 
 def _hide_text(text: str) -> str:

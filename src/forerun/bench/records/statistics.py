@@ -1,8 +1,7 @@
-"""From paired figures of two arms to a ratio with its uncertainty and a verdict. Knows numbers only: nothing of engines,
-tasks or time units.
+"""Ratios of paired and of unpaired figures with their confidence intervals, verdicts, and quantiles. Knows numbers only.
 
-The ratio is looked at on a log scale, where "twice as fast" and "half as fast" are equally far from no change, and pair
-by pair, so that what differs between prompts or drifts during the run hits both sides of a pair alike and cancels.
+Ratios are averaged as logarithms, so that "twice as fast" and "half as fast" are equally far from no change. Paired figures
+are compared pair by pair: what differs between prompts, and drift during a run, affects both sides of a pair and cancels.
 """
 
 from __future__ import annotations
@@ -10,25 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, variance
 from typing import Literal
+
+import numpy as np
 
 Call = Literal["faster", "slower", "no difference", "not enough data"]
 
 CONFIDENCE = 0.95
-MINIMUM_PAIRS = 4  # with fewer, Student's t is so wide and the spread so poorly known that no call is made
-MARGIN = 0.01  # a change of 1 % or less, however certain, is not worth a setting
-RESOLUTION = 0.05  # "no difference" is only said where a difference of 5 % would have been seen
+MINIMUM_PAIRS = 4  # with fewer, Student's t is wide and the spread poorly known, so no verdict is given
+MARGIN = 0.01  # a change of 1 % or less is not worth a setting
+RESOLUTION = 0.05  # "no difference" is said only where a difference of 5 % would have been seen
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How so many values lie. p95 and p99 are None where there are too few values for them to be more than the largest."""
+    """The distribution of n values. p95 and p99 are None where there are too few values for them."""
 
     n: int
     least: float
     lower: float  # the 25th percentile
     median: float
-    upper: float  # the 75th
+    upper: float  # the 75th percentile
     p95: float | None
     p99: float | None
     largest: float
@@ -36,10 +38,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of candidate to reference: the geometric mean of the pairs' ratios, and its confidence interval.
-
-    low and high are None with fewer than two pairs: one pair says nothing about its own uncertainty.
-    """
+    """Candidate over reference: the geometric mean, and its confidence interval. low and high are None with fewer than two
+    figures on a side, whose uncertainty is unknown. pairs: the number of pairs, or of figures on the smaller side."""
 
     pairs: int
     mean: float
@@ -48,36 +48,59 @@ class Ratio:
 
 
 def paired_ratio(reference: Sequence[float], candidate: Sequence[float], confidence: float = CONFIDENCE) -> Ratio | None:
-    """The ratio candidate / reference of figures paired by position, with Student's t interval of the mean log ratio.
+    """candidate / reference of figures paired by position, with Student's t interval of the mean log ratio.
 
-    All figures must be above 0. None without pairs. Raises ValueError if the lengths differ or a figure is 0 or less.
+    None without pairs. Raises ValueError if the lengths differ or a figure is not finite and above 0.
     """
     if len(reference) != len(candidate):
         raise ValueError(f"{len(reference)} figures cannot be paired with {len(candidate)}")
-    if any(not (x > 0 and math.isfinite(x)) for x in (*reference, *candidate)):
-        raise ValueError("a ratio needs finite figures above 0")
-    n = len(reference)
-    if not n:
-        return None
-    logs = [math.log(c / r) for r, c in zip(reference, candidate, strict=True)]
-    mean = math.fsum(logs) / n
-    if n < 2:
-        return Ratio(n, math.exp(mean), None, None)
-    from scipy.stats import t  # here, because importing it takes longer than everything else this module does
+    logs = [c - r for r, c in zip(_logs(reference), _logs(candidate), strict=True)]
+    if len(logs) < 2:
+        return Ratio(1, math.exp(logs[0]), None, None) if logs else None
+    return _ratio(len(logs), fmean(logs), variance(logs) / len(logs), len(logs) - 1, confidence)
 
-    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (n - 1))
-    half = float(t.ppf(0.5 + confidence / 2, n - 1)) * deviation / math.sqrt(n)
-    return Ratio(n, math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+def unpaired_ratio(reference: Sequence[float], candidate: Sequence[float], confidence: float = CONFIDENCE) -> Ratio | None:
+    """The ratio of the geometric means of unpaired figures, with Welch's t interval of the difference of the mean logs, which
+    allows the two sides different spreads. Welch, The generalization of Student's problem (1947).
+
+    None if a side is empty. Raises ValueError if a figure is not finite and above 0.
+    """
+    sides = [_logs(reference), _logs(candidate)]
+    least = min(map(len, sides))
+    if not least:
+        return None
+    mean = fmean(sides[1]) - fmean(sides[0])
+    if least < 2:
+        return Ratio(least, math.exp(mean), None, None)
+    parts = [variance(side) / len(side) for side in sides]
+    total = sum(parts)
+    freedom = total**2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, sides, strict=True)) if total else 1
+    return _ratio(least, mean, total, freedom, confidence)
+
+
+def _logs(figures: Sequence[float]) -> list[float]:
+    if any(not (x > 0 and math.isfinite(x)) for x in figures):
+        raise ValueError("a ratio needs finite figures above 0")
+    return [math.log(x) for x in figures]
+
+
+def _ratio(pairs: int, mean: float, variance_of_mean: float, freedom: float, confidence: float) -> Ratio:
+    """mean and its variance: of the log ratio."""
+    from scipy.stats import t  # its import takes longer than the rest of this module
+
+    half = float(t.ppf(0.5 + confidence / 2, freedom)) * math.sqrt(variance_of_mean)
+    return Ratio(pairs, math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 def verdict(
     ratio: Ratio | None, margin: float = MARGIN, resolution: float = RESOLUTION, minimum_pairs: int = MINIMUM_PAIRS
 ) -> Call:
-    """What the ratio of two speeds (higher is better) allows to be said.
+    """The verdict on a ratio of speeds (higher is better).
 
-    faster or slower: the whole interval lies more than `margin` beyond 1. no difference: it does not, and it is narrow
-    enough to say so (no further than `resolution` from its middle, or all of it within the margin). Anything else is
-    not enough data, as are fewer than `minimum_pairs` pairs.
+    faster, slower: the whole interval lies more than `margin` beyond 1. no difference: it does not, and either its half-width
+    is at most `resolution` or all of it lies within the margin. not enough data: everything else, and fewer than
+    `minimum_pairs` pairs.
     """
     if ratio is None or ratio.pairs < minimum_pairs or ratio.low is None or ratio.high is None:
         return "not enough data"
@@ -92,11 +115,11 @@ def verdict(
 
 
 def pairs_needed(ratio: Ratio, margin: float = MARGIN, resolution: float = RESOLUTION) -> int | None:
-    """About how many pairs would give a verdict, ratio and spread staying what they are: until the interval is clear of the
-    margin, or as narrow as `resolution`, whichever comes first.
+    """About how many pairs give a verdict if ratio and spread stay the same: until the interval is clear of the margin or as
+    narrow as `resolution`, whichever comes first. None where the spread is unknown.
 
-    None where the spread is unknown. The interval shrinks with the square root of the pairs; the smaller t of more pairs
-    is left out, which errs on the side of more.
+    The interval shrinks with the square root of the pairs. The smaller t of more pairs is neglected, so the number is high
+    rather than low.
     """
     if ratio.low is None or ratio.high is None:
         return None
@@ -105,64 +128,25 @@ def pairs_needed(ratio: Ratio, margin: float = MARGIN, resolution: float = RESOL
     return max(ratio.pairs, MINIMUM_PAIRS, math.ceil(ratio.pairs * (half / enough) ** 2))
 
 
-def unpaired_ratio(reference: Sequence[float], candidate: Sequence[float], confidence: float = CONFIDENCE) -> Ratio | None:
-    """The ratio of the geometric means of figures that belong to no pairs, with Welch's t interval of the difference of the
-    mean logs, which allows the two sides different spreads.
-
-    pairs is the smaller side's number. None if a side is empty; no interval if one has fewer than two figures. Raises
-    ValueError if a figure is 0 or less. Welch, The generalization of Student's problem (1947).
-    """
-    if any(not (x > 0 and math.isfinite(x)) for x in (*reference, *candidate)):
-        raise ValueError("a ratio needs finite figures above 0")
-    if not reference or not candidate:
-        return None
-    sides = [[math.log(x) for x in reference], [math.log(x) for x in candidate]]
-    means = [math.fsum(side) / len(side) for side in sides]
-    difference, least = means[1] - means[0], min(len(side) for side in sides)
-    if least < 2:
-        return Ratio(least, math.exp(difference), None, None)
-    of_mean = [
-        math.fsum((x - mean) ** 2 for x in side) / (len(side) - 1) / len(side) for side, mean in zip(sides, means, strict=True)
-    ]
-    spread = math.fsum(of_mean)
-    if spread == 0:
-        return Ratio(least, math.exp(difference), math.exp(difference), math.exp(difference))
-    from scipy.stats import t
-
-    freedom = spread**2 / math.fsum(v**2 / (len(side) - 1) for v, side in zip(of_mean, sides, strict=True))
-    half = float(t.ppf(0.5 + confidence / 2, freedom)) * math.sqrt(spread)
-    return Ratio(least, math.exp(difference), math.exp(difference - half), math.exp(difference + half))
-
-
 def median(values: Sequence[float]) -> float | None:
-    """The middle figure, None of nothing."""
+    """None without values."""
     return quantile(values, 0.5)
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:
-    """The figure that a share q (0 to 1) of the values does not exceed, straight between its neighbours.
+    """The quantile at q (0 to 1), interpolated linearly.
 
-    None of nothing, and where a quantile above the median would have less than one value beyond it: the 95th of 19 values or
-    the 99th of 99 would be another name for the largest.
+    None without values, and for a quantile above the median with less than one value beyond it: the 95th percentile of 19
+    values would be the largest under another name.
     """
-    ordered = sorted(values)
-    if not ordered or (q > 0.5 and len(ordered) * (1 - q) < 1 - 1e-9):
+    if not len(values) or (q > 0.5 and len(values) * (1 - q) < 1 - 1e-9):
         return None
-    return _at(ordered, q)
-
-
-def _at(ordered: Sequence[float], q: float) -> float:
-    place = q * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return float(np.quantile(values, q))
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None of nothing."""
+    """None without values."""
     if not values:
         return None
-    ordered = sorted(values)
-    lower, middle, upper = (_at(ordered, q) for q in (0.25, 0.5, 0.75))
-    beyond = quantile(ordered, 0.95), quantile(ordered, 0.99)
-    return Spread(len(ordered), ordered[0], lower, middle, upper, *beyond, ordered[-1])
+    least, lower, middle, upper, largest = map(float, np.quantile(values, (0, 0.25, 0.5, 0.75, 1)))
+    return Spread(len(values), least, lower, middle, upper, quantile(values, 0.95), quantile(values, 0.99), largest)
