@@ -137,8 +137,8 @@ def test_a_fast_machine_measures_all() -> None:
 def test_the_default_budget_is_for_runs_whose_size_nobody_chose(
     given: dict[str, Any], seconds: float | None, may: frozenset[str]
 ) -> None:
-    assert cli._limit(None, given) == command.Limit(seconds, may)
-    assert cli._limit(2.0, given) == command.Limit(120.0, may) and cli._limit(0.0, given).seconds is None
+    assert command.limit_of(None, given) == command.Limit(seconds, may)
+    assert command.limit_of(2.0, given) == command.Limit(120.0, may) and command.limit_of(0.0, given).seconds is None
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -27,11 +27,13 @@ from forerun import cli
 from forerun.bench.command import plan_of, subject_of
 from forerun.bench.options import Options
 from forerun.checks import LARGEST
+from forerun.cli import bench, generate
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters.table import TABLE, Surroundings
 from forerun.engine.engine import Engine
 from forerun.llm import LLM, LoadedModel
 from forerun.models.tokenizer import Detokenizer
+from forerun.options import option_of
 from forerun.types import Request, SamplingParams, SettingError
 from tests.tiny import VOCAB, tiny_model
 
@@ -685,9 +687,9 @@ FINE = {  # of these, what is accepted
 
 
 def test_the_numbers_of_every_option_are_in_the_table() -> None:
-    for name in ("generate", "bench"):
-        hints = inspect.get_annotations(getattr(cli, name), eval_str=True).items()
-        options = {f"{name} --{field.replace('_', '-')}" for field, hint in hints if re.search(r"\b(int|float)\b", str(hint))}
+    for name, groups in (("generate", [generate.Options]), ("bench", [Options, bench.RunOptions])):
+        every = [field for group in groups for field in fields(group) if re.search(r"\b(int|float)\b", str(field.type))]
+        options = {f"{name} {option_of(field).flags[0]}" for field in every}
         assert options and options <= set(FINE), options - set(FINE)
 
 

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from forerun import cli
 from forerun.bench import command, options
 from forerun.bench.engines import addresses
 from forerun.bench.engines.openai import DIALECTS, Address
-from forerun.bench.options import DEFAULTS, FLAGS, Options
+from forerun.bench.options import DEFAULTS, OPTIONS, Options
 from forerun.bench.pages import words
 from forerun.bench.records import record, redaction
 from forerun.types import SettingError
@@ -51,7 +52,7 @@ def bench(*arguments: str) -> Any:
 def parsed(line: list[str], monkeypatch: pytest.MonkeyPatch) -> Options:
     """What the command line makes of these words."""
     found: list[Options] = []
-    monkeypatch.setattr(cli, "_execute", lambda asked, *_: found.append(asked))
+    monkeypatch.setattr("forerun.cli.bench.execute", lambda asked, *_: found.append(asked))
     assert line[:2] == ["forerun", "bench"]
     shown = CliRunner().invoke(cli.app, line[1:])
     assert shown.exit_code == 0, shown.output
@@ -111,15 +112,17 @@ def test_the_printed_command_gives_the_same_options(tmp_path: Path, monkeypatch:
         again = parsed(shlex.split(shlex.join(options.words(asked))), monkeypatch)
         assert again == asked
         assert options.read(json.loads(json.dumps(options.asked(asked)))) == asked, "and so does the record"
-        seen |= {name for name in FLAGS if getattr(asked, name) != getattr(DEFAULTS, name)}
-    assert seen >= set(FLAGS) - {"trace", "trace_speed", "headers", "connect_timeout_s"}
+        seen |= {name for name in OPTIONS if getattr(asked, name) != getattr(DEFAULTS, name)}
+    assert seen >= set(OPTIONS) - {"trace", "trace_speed", "headers", "connect_timeout_s"}
     trace = Options(trace=tmp_path / "log.jsonl", trace_speed=2.5, concurrency=(), requests=4)
     assert parsed(options.words(trace), monkeypatch) == trace
 
 
 def test_every_option_has_its_flag() -> None:
-    assert set(FLAGS) == {field.name for field in dataclasses.fields(Options)}
-    assert len(set(FLAGS.values())) == len(FLAGS)
+    flags = [flag for known in OPTIONS.values() for flag in known.flags]
+    assert set(OPTIONS) == {field.name for field in dataclasses.fields(Options)} and len(set(flags)) == len(flags)
+    taken = {param.name: param.opts for param in get_command(cli.app).commands["bench"].params}
+    assert {name: list(known.flags) for name, known in OPTIONS.items()}.items() <= taken.items()
 
 
 def test_the_command_of_a_record_repeats_its_plan(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

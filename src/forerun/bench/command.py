@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -426,11 +426,26 @@ def resumable(record: Record, subject: Subject) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How long a run may take: seconds, None for as long as it takes. may: what of repetitions, max_tokens and tasks may
-    become smaller for that."""
+    """How long a run may take. seconds: None means no limit. may: those of repetitions, max_tokens and tasks that may be
+    reduced to keep the limit."""
 
     seconds: float | None = None
     may: frozenset[str] = frozenset()
+
+
+def limit_of(minutes: float | None, given: Collection[str]) -> Limit:
+    """The limit of a run. minutes: as asked for; None means the default, 0 no limit. given: the options that the user chose,
+    which are not reduced. Raises SettingError."""
+    chosen = minutes is not None
+    if minutes is None:
+        size = ("repetitions", "max_tokens", "tasks", "prompts", "trace", "rates", "concurrency", "requests", "samples")
+        minutes = 0.0 if any(name in given for name in size) else budget.DEFAULT_MINUTES
+    example = f"give 0 (no limit) or more, for instance {budget.DEFAULT_MINUTES:g}"
+    require(0 <= minutes < 1e6, "budget_minutes", minutes, example)
+    may = frozenset({"repetitions", "max_tokens", "tasks"}.difference(given))
+    all_given = chosen and bool(minutes) and not may
+    require(not all_given, "budget_minutes", minutes, "-r, -n and --tasks leave nothing to shorten; leave one of them out")
+    return Limit(60 * minutes or None, may)
 
 
 async def prepare(

@@ -1,5 +1,5 @@
-"""What a user asks of a run: the options of `forerun bench` as values, which of them go together, how they are written again on
-a command line and in a record, and which may differ when a run is resumed. Knows no engine and starts nothing.
+"""The options of `forerun bench` as values: which of them go together, how a command line and a record hold them, and which may
+differ when a run is resumed. Knows no engine and starts nothing.
 """
 
 from __future__ import annotations
@@ -11,51 +11,127 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forerun import options
 from forerun.bench.engines.endpoint import Timeouts
 from forerun.bench.records.redaction import HIDDEN, hide, hide_command
-from forerun.bench.workloads import tasks as workloads
+from forerun.bench.workloads.tasks import DEFAULT_TASKS, TASKS
 from forerun.checks import LARGEST, SettingError, Whole, require
+from forerun.options import LOAD, RUN, SERVERS, Scope, option, option_of
 
 LIMITS = Timeouts()
+STARTED = Scope(lambda o: o.remote and not o.running, "it is for servers that are started here; give --engine vllm")
+RUNNING = Scope(lambda o: o.running, "it is for a server that runs already; give --engine URL")
+REMOTE = Scope(lambda o: o.remote, "it is for servers; give --engine")
+HERE = Scope(lambda o: not o.remote, "it is for the engine in this process; give a server its own flags with --server-args")
+NOT_RUNNING = Scope(lambda o: not o.running, "a server that runs has its own; leave it out")
+TRACE = Scope(lambda o: o.trace is not None, "it is for a recorded log; give --trace")
+NO_TRACE = Scope(lambda o: o.trace is None, "a trace has requests of its own; leave {flag} out")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """As on the command line, where each is explained."""
+    """In the order in which the command that repeats a run has them."""
 
-    model: str | None = None
-    engine: str = "forerun"
-    arms: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = workloads.DEFAULT_TASKS
-    prompts: tuple[Path, ...] = ()
-    trace: Path | None = None
-    trace_speed: float = 1.0
-    concurrency: tuple[int, ...] = (1,)
-    rates: tuple[float, ...] = ()
-    requests: int | None = None
-    repetitions: int = 8
-    warmups: int = 1
-    max_tokens: int = 128
-    control: bool = False
-    samples: int = 0
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "auto"
-    template: Path | None = None
-    program: str | None = None
-    server_args: str = ""
-    context: int = 4096
-    slots: int | None = None
-    alive: str = "auto"
-    logs: Path | None = None
-    served_model: str | None = None
-    api_key_env: str | None = None
-    headers: tuple[str, ...] = ()
-    body: str = "{}"
-    timeout_s: float = LIMITS.request_s
-    connect_timeout_s: float = LIMITS.connect_s
-    idle_timeout_s: float = LIMITS.idle_s
-    tokenizer: str | None = None
+    model: str | None = options.model()
+    engine: str = option(
+        "forerun", SERVERS,
+        "forerun: the engine in this process. vllm, llamacpp, xllamacpp, sglang, tensorrt-llm: a server is started for each "
+        "arm. A URL: a server that runs already, without speculation; the arms are then NAME=URL.",
+        "-e", metavar="ENGINE|URL", secret=True,
+    )  # fmt: skip
+    program: str | None = option(
+        None, SERVERS, "The server's program, in place of the template's.", metavar="PATH", scope=STARTED, secret=True
+    )
+    template: Path | None = option(
+        None, SERVERS, "How to start the server, as --print-template prints it.", metavar="FILE", scope=STARTED
+    )
+    arms: tuple[str, ...] = option(
+        (), RUN,
+        "A way of drafting to compare with plain decoding: ngram, suffix, ngram:k=2,4,8 (one arm for each) or JSON with vLLM's "
+        "keys; on a server also flags:... with its own flags. May be repeated.",
+        "--arm", "-a", metavar="ARM", default_text="ngram and suffix; ngram on a server", stated=True, secret=True,
+    )  # fmt: skip
+    tasks: tuple[str, ...] = option(
+        DEFAULT_TASKS, RUN, f"The tasks, separated by commas: {', '.join(TASKS)}; none: only those of --prompts.",
+        metavar="NAMES", separated=True, scope=NO_TRACE, stated=True,
+    )  # fmt: skip
+    prompts: tuple[Path, ...] = option(
+        (), LOAD,
+        "Your own prompts as JSON Lines (prompt, messages, or Spec-Bench's turns), a task beside --tasks; with --tasks none, "
+        "alone. May be repeated.",
+        metavar="FILE", scope=NO_TRACE,
+    )  # fmt: skip
+    trace: Path | None = option(
+        None, LOAD,
+        "Replay a request log: JSON Lines with timestamp and prompt, messages or input_length. Instead of --tasks; each "
+        "repetition takes the next --requests of it.",
+        metavar="FILE",
+    )  # fmt: skip
+    trace_speed: float = option(1.0, LOAD, "Replay the trace so many times as fast.", scope=TRACE)
+    concurrency: tuple[int, ...] = option(
+        (1,), LOAD, "Requests in flight at once; several numbers, as in 1,8,32, measure each.", "-c",
+        metavar="N,...", separated=True, default_text="1; none with --rate or --trace", stated=True,
+    )  # fmt: skip
+    rates: tuple[float, ...] = option(
+        (), LOAD,
+        "Open loop: so many requests a second on average, at random (Poisson) times, whether or not earlier ones have ended. "
+        "Instead of --concurrency, or in addition to it if both are given.",
+        "--rate", metavar="R,...", separated=True,
+    )  # fmt: skip
+    requests: int | None = option(None, LOAD, "Requests of a batch.", default_text="the concurrency; 16 with --rate or --trace")
+    repetitions: int = option(8, RUN, "Measured batches for each arm and task; below 4 there is no verdict.", "-r", stated=True)
+    warmups: int = option(1, RUN, "Shorter batches before those, which are not counted.", stated=True)
+    max_tokens: int = option(128, RUN, "The most output tokens of a request.", "-n", stated=True)
+    control: bool = option(
+        False, RUN, "Measure the baseline twice; its difference from itself is the least difference that counts."
+    )
+    samples: int = option(
+        0, RUN, "Draw the first tokens after two prompts so many times from every arm, and test that all arms draw alike."
+    )
+    seed: int = option(0, RUN, "Of the sampled task, random; the same in every arm.")
+    dtype: str = options.dtype(scope=HERE)
+    device: str = options.device(scope=HERE)
+    server_args: str = option(
+        "", SERVERS, "More of the server's own flags, for every arm.", metavar="TEXT", scope=STARTED, secret=True
+    )
+    context: int = option(4096, SERVERS, "Tokens of a sequence that a started server allows.", scope=STARTED)
+    slots: int | None = option(
+        None, SERVERS, "Requests that an engine runs at once.",
+        default_text="the highest concurrency; 32 with --rate or --trace", scope=NOT_RUNNING,
+    )  # fmt: skip
+    alive: str = option(
+        "auto", SERVERS,
+        "Whether all servers are up at once, or one after the other, twice; auto: together if memory allows. Only one "
+        "at a time has work.",
+        metavar="together|in-turns|auto", scope=STARTED,
+    )  # fmt: skip
+    logs: Path | None = option(
+        None, SERVERS, "Keep the servers' logs in this folder.", metavar="FOLDER", scope=STARTED, free=True
+    )
+    served_model: str | None = option(
+        None, SERVERS, "With a URL: the model's name there.",
+        metavar="NAME", default_text="the first that the server lists", scope=RUNNING,
+    )  # fmt: skip
+    api_key_env: str | None = option(
+        None, SERVERS, "With a URL: the environment variable that holds its key.", metavar="NAME", scope=RUNNING, free=True
+    )
+    headers: tuple[str, ...] = option(
+        (), SERVERS, "With a URL: sent with each request. May be repeated.",
+        "--header", metavar="'NAME: VALUE'", scope=RUNNING, secret=True,
+    )  # fmt: skip
+    body: str = option("{}", SERVERS, "Fields to add to each request to a server.", metavar="JSON", scope=REMOTE, secret=True)
+    timeout_s: float = option(
+        LIMITS.request_s, SERVERS, "Seconds after which a request to a server has failed.", "--timeout", scope=REMOTE, free=True
+    )
+    connect_timeout_s: float = option(
+        LIMITS.connect_s, SERVERS, "The same for making the connection.", "--connect-timeout", scope=REMOTE, free=True
+    )
+    idle_timeout_s: float = option(
+        LIMITS.idle_s, SERVERS, "The same for a time in which nothing came.", "--idle-timeout", scope=REMOTE, free=True
+    )
+    tokenizer: str | None = option(
+        None, SERVERS, "The model whose vocabulary the task random draws from.", metavar="MODEL", scope=REMOTE
+    )
 
     @property
     def remote(self) -> bool:
@@ -73,103 +149,66 @@ class Options:
         return Timeouts(self.timeout_s, self.connect_timeout_s, self.idle_timeout_s)
 
     def check(self) -> None:
-        """Raises SettingError for options that do not go together; nothing that was given is silently ignored."""
-        for name in ("program", "template", "server_args", "logs", "alive", "context"):
-            fits = self.remote and not self.running
-            self._only(name, fits, "it is for servers that are started here; give --engine vllm")
-        for name in ("served_model", "api_key_env", "headers"):
-            self._only(name, self.running, "it is for a server that runs already; give --engine URL")
-        for name in ("body", "timeout_s", "connect_timeout_s", "idle_timeout_s", "tokenizer"):
-            self._only(name, self.remote, "it is for servers; give --engine")
-        for name in ("dtype", "device"):
-            self._only(
-                name, not self.remote, "it is for the engine in this process; give a server its own flags with --server-args"
-            )
-        self._only("slots", not self.running, "a server that runs has its own; leave it out")
-        self._only("trace_speed", self.trace is not None, "it is for a recorded log; give --trace")
-        self._only("tasks", self.trace is None, "a trace has requests of its own; leave --tasks out")
-        self._only("prompts", self.trace is None, "a trace has requests of its own; leave --prompts out")
+        """Raises SettingError for options that do not go together. An option that would have no effect is an error."""
+        for name, known in OPTIONS.items():
+            value, default = getattr(self, name), getattr(DEFAULTS, name)
+            if known.scope is not None and value != default and not known.scope.holds(self):
+                raise SettingError(label(name), _hidden(name, value), known.scope.remedy.format(flag=known.flags[0]))
         Whole(2, LARGEST, 4096)("context", self.context)
         if self.slots is not None:
             Whole(1, LARGEST, 32)("slots", self.slots)
         _ = self.timeouts
         require(self.logs is None or self.logs.is_dir(), "logs", str(self.logs), "no such folder; make it first")
+        loads = bool(self.concurrency or self.rates)
         if self.trace is not None:
-            alone = not self.rates and not self.concurrency
-            require(alone, "trace", str(self.trace), "a trace is a load of its own; leave --concurrency and --rate out")
+            require(not loads, "trace", str(self.trace), "a trace is a load of its own; leave --concurrency and --rate out")
         else:
-            require(bool(self.concurrency or self.rates), "concurrency", (), "give at least one number")
-        for name in SECRET:
-            hidden = HIDDEN in str(getattr(self, name))
-            require(not hidden, _flag(name), "...", f"{HIDDEN} stands for a secret that was left out; give it in its place")
-
-    def _only(self, name: str, fits: bool, remedy: str) -> None:
-        value = getattr(self, name)
-        require(fits or value == getattr(DEFAULTS, name), _flag(name), _hidden(name, value), remedy)
+            require(loads, "concurrency", (), "give at least one number")
+        for name, known in OPTIONS.items():
+            hidden = known.secret and HIDDEN in str(getattr(self, name))
+            require(not hidden, label(name), "...", f"{HIDDEN} stands for a secret that was left out; give it in its place")
 
 
+OPTIONS = {field.name: option_of(field) for field in dataclasses.fields(Options)}
 DEFAULTS = Options()
-FLAGS = {
-    "model": "-m", "engine": "-e", "program": "--program", "template": "--template", "arms": "-a", "tasks": "--tasks",
-    "prompts": "--prompts", "trace": "--trace", "trace_speed": "--trace-speed", "concurrency": "-c", "rates": "--rate",
-    "requests": "--requests", "repetitions": "-r", "warmups": "--warmups", "max_tokens": "-n", "control": "--control",
-    "samples": "--samples", "seed": "--seed", "dtype": "--dtype", "device": "--device", "server_args": "--server-args",
-    "context": "--context", "slots": "--slots", "alive": "--alive", "logs": "--logs", "served_model": "--served-model",
-    "api_key_env": "--api-key-env", "headers": "--header", "body": "--body", "timeout_s": "--timeout",
-    "connect_timeout_s": "--connect-timeout", "idle_timeout_s": "--idle-timeout",
-    "tokenizer": "--tokenizer",
-}  # fmt: skip
-"""The option of each field on the command line."""
-
-EACH = ("arms", "prompts", "headers")
-"""Options that are given once for each value; of several others the values are separated by commas."""
-
-STATED = ("tasks", "arms", "repetitions", "warmups", "max_tokens", "concurrency")
-"""Written on a command line whatever their value is, so that it means the same with other defaults and under a time budget."""
-
-SECRET = ("engine", "arms", "headers", "body", "server_args", "program")
-"""Options in which a secret may stand."""
-
-FREE = ("timeout_s", "connect_timeout_s", "idle_timeout_s", "logs", "api_key_env")
-"""Options that may differ when a run is resumed: they change nothing of what is measured."""
 
 
-def _flag(field: str) -> str:
-    """The option's name, as messages give it."""
-    long = {"-m": "model", "-e": "engine", "-a": "arm", "-c": "concurrency", "-r": "repetitions", "-n": "max_tokens"}
-    flag = FLAGS[field]
-    return long.get(flag, flag.lstrip("-").replace("-", "_"))
+def label(name: str) -> str:
+    """How messages name an option: its long flag without the dashes."""
+    return OPTIONS[name].flags[0].lstrip("-").replace("-", "_")
 
 
 def words(options: Options) -> list[str]:
     """The command line that gives these options again, secrets left out."""
     found = ["forerun", "bench"]
-    for name, flag in FLAGS.items():
-        value = getattr(options, name)
-        said = value != getattr(DEFAULTS, name) or name in STATED
-        without = (options.trace is not None and name == "tasks") or (name == "concurrency" and not value)
-        if not said or value is None or without:
+    for name, known in OPTIONS.items():
+        value, flag = getattr(options, name), known.flags[-1]
+        needed = value != getattr(DEFAULTS, name) or known.stated
+        left_out = (options.trace is not None and name == "tasks") or (name == "concurrency" and not value)
+        if not needed or value is None or left_out:
             continue
         if value is True:
             found.append(flag)
             continue
-        values = _hidden(name, value)
-        texts = (
-            values if name in EACH else [",".join(map(str, values)) or "none"] if isinstance(values, list) else [str(values)]
-        )
-        for text in texts:
+        plain = _hidden(name, value)
+        texts = plain if isinstance(plain, list) else [str(plain)]
+        for text in [",".join(map(str, plain)) or "none"] if known.separated else texts:
             found += [flag, text]
     return found
 
 
+def plain(options: Options) -> dict[str, Any]:
+    """All of them as plain JSON values, secrets left out."""
+    return {name: _hidden(name, getattr(options, name)) for name in OPTIONS}
+
+
 def asked(options: Options) -> dict[str, Any]:
     """What differs from the defaults, as plain JSON values, secrets left out."""
-    changed = {name: getattr(options, name) for name in FLAGS if getattr(options, name) != getattr(DEFAULTS, name)}
-    return {name: _hidden(name, value) for name, value in changed.items()}
+    return {name: value for name, value in plain(options).items() if getattr(options, name) != getattr(DEFAULTS, name)}
 
 
 def read(values: Mapping[str, Any]) -> Options:
-    """The options that `asked` wrote. Raises SettingError for a name that is none of them."""
+    """The options that `asked` wrote. Raises SettingError for an unknown name."""
     kinds = {field.name: str(field.type) for field in dataclasses.fields(Options)}
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -182,25 +221,20 @@ def read(values: Mapping[str, Any]) -> Options:
 
 
 def resumed(stored: Mapping[str, Any], given: Mapping[str, Any]) -> Options:
-    """The options of an earlier run. given: those that are given again, by field; each must be what it was, but for those that
-    change nothing of what is measured. Secrets, which no record holds, have to be given again. Raises SettingError."""
-    again = asked(dataclasses.replace(DEFAULTS, **given))
+    """The options of an interrupted run. stored: as its record has them. given: the options that are given again, by name; each
+    must be what it was, unless it is free. Secrets have to be given again, since no record has them. Raises SettingError."""
+    before, now = plain(DEFAULTS) | dict(stored), plain(dataclasses.replace(DEFAULTS, **given))
     differing = [
-        f"{_flag(name)}: {_said(stored.get(name, _hidden(name, getattr(DEFAULTS, name))))} in the record, {_said(now)} now"
+        f"{label(name)}: {_said(before[name])} in the record, {_said(now[name])} now"
         for name in given
-        if name not in FREE
-        and (now := again.get(name, _hidden(name, getattr(DEFAULTS, name))))
-        != stored.get(name, _hidden(name, getattr(DEFAULTS, name)))
+        if not OPTIONS[name].free and now[name] != before[name]
     ]
     if differing:
         raise SettingError("resume", "; ".join(differing), "another run is no part of this one; leave these options out")
     secret = [name for name, value in stored.items() if name not in given and HIDDEN in json.dumps(value)]
     if secret:
-        raise SettingError(
-            "resume",
-            ", ".join(_flag(name) for name in secret),
-            "the record does not hold what is secret; give these options again",
-        )
+        missing = ", ".join(label(name) for name in secret)
+        raise SettingError("resume", missing, "the record does not hold what is secret; give these options again")
     return dataclasses.replace(read(stored), **given)
 
 
@@ -209,21 +243,17 @@ def _said(value: Any) -> str:
 
 
 def _hidden(name: str, value: Any) -> Any:
-    """As plain JSON, without what is secret in it."""
-    plain = _plain(value)
-    if name == "headers":
-        return [f"{text.partition(':')[0]}: {HIDDEN}" for text in plain]
-    if name == "body":
-        return _hidden_json(plain)
-    if name in ("arms", "server_args", "program", "engine"):
-        return [_hidden_text(one) for one in plain] if isinstance(plain, list) else plain and _hidden_text(plain)
-    return plain
-
-
-def _hidden_text(text: str) -> str:
-    if text.startswith("{"):
-        return _hidden_json(text)
+    """A value as plain JSON, without its secrets."""
+    if isinstance(value, tuple):
+        return [_hidden(name, one) for one in value]
+    text = str(value) if isinstance(value, Path) else value
+    if not OPTIONS[name].secret or not text:
+        return text
     kind, colon, rest = text.partition(":")
+    if name == "headers":
+        return f"{kind}: {HIDDEN}"
+    if text.lstrip().startswith(("{", "[")):
+        return _hidden_json(text)
     return f"{kind}:{hide_command(rest)}" if kind == "flags" and colon else hide_command(text)
 
 
@@ -234,9 +264,3 @@ def _hidden_json(text: str) -> str:
         return str(hide(text))
     hidden = hide(value)
     return text if hidden == value else json.dumps(hidden, ensure_ascii=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, Path) else value
