@@ -17,6 +17,8 @@ from forerun.kernels import AttentionShape, Batch, cuda_attention, reference
 from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_cuts import fitting
 from forerun.kernels.cuda_products import Tiles, parts
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Forward, Target
 from forerun.models.weights import Dense
 from forerun.verify.sampling import BROKEN
 
@@ -290,6 +292,46 @@ def test_attention_of_nothing_but_padding(run: CudaKernels) -> None:
     qkv, before = random(8, 8 * 32) * torch.nan, (keys.clone(), values.clone())
     assert not run.attend(qkv, shape, angle, angle, None, None, keys, values, batch).any()
     assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
+
+
+def test_hidden_states_of_every_layer_in_a_step_that_is_captured(run: CudaKernels) -> None:
+    """A prompt, then a verify step of two rows, whose states must not depend on their being asked for. On a GPU the step is
+    captured, which a wait for the device would end, and replayed on other tokens."""
+    config = ModelConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=96, layers=3, heads=2, kv_heads=1, head_dim=32, max_positions=64
+    )
+    target = Target.random(config, DTYPE, DEVICE, kernels=run)
+    slow = Target(config, target.weights, reference)
+    ids = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    table = (1 + torch.arange(6, device=DEVICE)).view(2, 3).int()
+
+    def part(first: int, last: int) -> Batch:
+        positions = torch.arange(first, last, device=DEVICE).repeat(2)
+        starts = torch.tensor([0, last - first, 2 * (last - first)], device=DEVICE).int()
+        return Batch(ids[:, first:last].flatten(), positions, starts, table, None)
+
+    caches = [target.kv_cache(7, 8), slow.kv_cache(7, 8)]
+    every, verify, few = (0, 1, 2, 3), part(20, 24), run.bounded(4, 32)
+    for got, want in zip(
+        target.forward(part(0, 20), caches[0], every).hidden, slow.forward(part(0, 20), caches[1], every).hidden, strict=True
+    ):
+        close(got, want)
+
+    def step(layers: tuple[int, ...]) -> Forward:
+        return target.forward(verify, caches[0], layers, few)
+
+    found, plain = step(every), step(())
+    assert torch.equal(found.logits, plain.logits)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(every)
+        verify.ids.copy_((verify.ids + 7) % 50)
+        graph.replay()
+        found = captured
+    for got, want in zip(found.hidden, slow.forward(verify, caches[1], every).hidden, strict=True):
+        close(got, want)
 
 
 COMPILE = """

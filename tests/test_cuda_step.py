@@ -28,6 +28,7 @@ from forerun.types import Draft, Request, SamplingParams, Verdict
 from forerun.verify.accept import accept_matching
 from forerun.verify.sampling import BROKEN, SamplingState
 from tests.test_cuda_kernels import DEVICE, DTYPE, interpreter_that_numpy_allows  # noqa: F401  (a fixture for all tests here)
+from tests.test_weights import Int8Blocks
 from tests.tiny import VOCAB as VOCAB_OF_TINY
 from tests.tiny import tiny_model
 
@@ -135,6 +136,15 @@ def test_prepare_where_rows_share_their_drafts(drafts: int) -> None:
         if live[own]:
             end = int(state.slots.length[own])
             assert torch.equal(pool.tokens[own, : end + size], state.slots.tokens[own, : end + size]), row
+
+
+def test_an_embedding_that_the_launch_cannot_read_is_refused() -> None:
+    state, slot = State(seed=0), torch.arange(7, device=DEVICE)
+    embedding = Int8Blocks.empty(VOCAB, 32, torch.bfloat16, DEVICE)
+    with pytest.raises(TypeError, match="kind int8 blocks has no stored"):
+        step.prepare(state.pool(), slot, slot, embedding, 4)
+    with pytest.raises(TypeError, match="kind int8 blocks has no stored"):
+        step.prepare_shared(state.pool(), slot, slot, embedding, 4, 5)
 
 
 def test_padding_of_a_draft_may_be_any_token() -> None:

@@ -165,6 +165,45 @@ def test_hidden_states_in_the_order_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", NAMES)
+@pytest.mark.parametrize("kernels", ["reference", "compiled"])
+def test_hidden_states_of_every_layer_are_those_of_transformers(architecture: str, kernels: str, tmp_path: Path) -> None:
+    """Two rows, their prompts in chunks, then token by token. The last state of transformers is behind the final norm."""
+    folder = tiny_model(tmp_path, architecture, layers=3)
+    target = Target.load(folder, "float32", kernels=reference if kernels == "reference" else None)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = [prompts(269)[0], prompts(269)[2]]
+    with torch.inference_mode():
+        wanted = [torch.cat(theirs(torch.tensor([ids]), output_hidden_states=True).hidden_states) for ids in rows]
+    count, tables = shuffled_pages(2, 5)
+    kv, found = target.kv_cache(count, BLOCK), [[], []]  # type: ignore[var-annotated]
+    for first, last in ((0, 7), (7, 12), *((i, i + 1) for i in range(12, 18))):
+        part = batch([(ids[first:last], first) for ids in rows], tables)._replace(logits_at=torch.tensor([1]))
+        hidden = torch.stack(target.forward(part, kv, layers=(0, 1, 2, 3)).hidden)  # [4,T,H]
+        normed = reference.rms_norm(hidden[3], target.weights.norm, target.config.eps)
+        for row, states in enumerate(torch.cat((hidden[:3], normed[None])).chunk(2, 1)):
+            found[row].append(states)
+    for states, want in zip(found, wanted, strict=True):
+        same(torch.cat(states, 1), want[:, :18])
+
+
+@pytest.mark.parametrize("layers", [(4,), (-1,), (0, 9)])
+def test_a_hidden_state_that_there_is_not(layers: tuple[int, ...], tmp_path: Path) -> None:
+    target = Target.load(tiny_model(tmp_path, layers=3), "float32")
+    count, tables = shuffled_pages(1, 5)
+    with pytest.raises(ValueError, match="a model of 3 layers has the hidden states 0 to 3"):
+        target.forward(batch([([5, 6], 0)], tables), target.kv_cache(count, BLOCK), layers=layers)
+
+
+def test_a_cache_runs_the_layers_of_the_target_that_is_called(tmp_path: Path) -> None:
+    first, second = (Target.load(tiny_model(tmp_path / str(i), seed=i), "float32", kernels=reference) for i in (0, 1))
+    count, tables = shuffled_pages(1, 5)
+    whole, kv = batch([([5, 6, 7], 0)], tables), first.kv_cache(count, BLOCK)
+    wanted = [target.forward(whole, target.kv_cache(count, BLOCK)).logits for target in (first, second)]
+    assert torch.equal(first.forward(whole, kv).logits, wanted[0])
+    assert torch.equal(second.forward(whole, kv).logits, wanted[1]) and not torch.equal(*wanted)
+
+
+@pytest.mark.parametrize("architecture", NAMES)
 def test_the_chosen_kernels_agree_with_plain_torch(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, architecture)
     fast, slow = Target.load(folder, "bfloat16"), Target.load(folder, "float32", kernels=reference)

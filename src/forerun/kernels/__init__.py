@@ -99,7 +99,8 @@ class Kernels(Protocol):
 
 class RunLayers(Protocol):
     def __call__(self, x: Tensor, batch: Batch, first: int, last: int) -> Tensor:
-        """x after the layers first .. last - 1.  [T,H] -> [T,H]"""
+        """x after the layers first .. last - 1, a new tensor. A pass calls it from layer 0 up, one part after the other, with
+        no other launch between.  [T,H] -> [T,H]"""
 
 
 def one_by_one(run: Kernels, layers: Layers, x: Tensor, batch: Batch, first: int, last: int) -> Tensor:

@@ -143,9 +143,10 @@ class CudaKernels:
         return chained
 
     def _run(self, chained: CudaKernels, layers: Layers, x: Tensor, batch: Batch, first: int, last: int) -> Tensor:
-        """The first layer's launches see to it that what stands before them is complete when the others' begin."""
-        x = one_by_one(self, layers, x, batch, first, first + 1)
-        return one_by_one(chained, layers, x, batch, first + 1, last)
+        """Layer 0 makes sure that everything launched before the pass is complete when the later layers' launches begin."""
+        if first == 0:
+            x = one_by_one(self, layers, x, batch, 0, 1)
+        return one_by_one(chained, layers, x, batch, max(first, 1), last)
 
     def _cut(self, weight: Matrix, total: int, gate: bool = False) -> Tiles:
         return fitting(choose(weight, total, gate), gate, self.shared)

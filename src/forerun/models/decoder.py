@@ -1,5 +1,5 @@
-"""The target model: a decoder of the Llama family, from token ids to logits. What stands around the layers is here; what
-a layer does is in kernels/__init__.py (`one_by_one`), how is the kernels' affair, and the shapes are the config's.
+"""The target model: a decoder of the Llama family, from token ids to logits. The embedding, the order of the layers and the
+head are here. A layer itself is computed in kernels/ (`one_by_one` in kernels/__init__.py), its shapes come from config.py.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from forerun.types import require
 
 LOG = logging.getLogger("forerun")
 
-PADDING = 65  # a step of fixed shape computes so many positions behind a sequence's end at most
+PADDING = 65  # a padded step computes at most this many positions past a sequence's end
 
 
 class Forward(NamedTuple):
-    """What a forward pass gives: logits [N,V] float32 of the tokens that batch.logits_at names, and the inputs of the
-    layers asked for, in the order asked, each [T,H] in the model's dtype."""
+    """The result of a forward pass. logits: [N,V] float32, of the tokens that batch.logits_at names. hidden: the hidden
+    states of the layers asked for, in the order asked, each [T,H] in the model's dtype."""
 
     logits: Tensor
     hidden: tuple[Tensor, ...]
 
 
 class KVCache:
-    """The keys and values of all layers, in pages. keys[i], values[i]: [pages, kv_heads, block_size, head_dim]."""
+    """The keys and values of all layers, in pages. keys[i], values[i]: [pages, kv_heads, block_size, head_dim].
+
+    A page is a number; the cache does not know which sequence has it. Several models can therefore share one allocation of
+    pages: each has a KVCache of its own with the same number of pages and the same block size, and is given the same block
+    tables. A drafter with keys and values of its own does so, and needs no allocator. Page 0 is the dummy page: inactive
+    rows write there, and no sequence has it. Padding tokens write to no page.
+    """
 
     def __init__(
         self, config: ModelConfig, pages: int, block_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -40,23 +46,26 @@ class KVCache:
         shape = (config.layers, pages, config.kv_heads, block_size, config.head_dim)
         self.block_size = block_size
         self.pages = pages
-        # zeros and not just any memory: what lies past a sequence's end is multiplied by 0, which a NaN would survive
+        # zeroed: attention multiplies positions past a sequence's end by 0, and 0 times NaN is NaN
         self.keys = torch.zeros(shape, dtype=dtype, device=device).unbind()
         self.values = torch.zeros(shape, dtype=dtype, device=device).unbind()
-        self.bound: tuple[Kernels, RunLayers] | None = None  # the target's layers, once they have run on this cache
+        self.bound: tuple[Target, Kernels, RunLayers] | None = None  # what Target.forward last ran on this cache
 
 
 class Target:
-    """A model that is ready to run. bytes: what its weights take in memory; vocab: how many ids it gives logits for."""
+    """A model that is ready to run. dtype: the compute dtype; bytes: the memory that its weights take; vocab: it gives logits
+    for ids 0 .. vocab - 1."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, max_positions: int | None = None) -> None:
-        self.config = config
-        self.weights = weights
-        self.kernels = kernels
+        """max_positions: the longest context to be ready for; None: the model's own. Raises SettingError for kernels that do
+        not multiply a kind of matrix that the weights have."""
         kinds = {matrix.kind for layer in weights.layers for matrix in layer.matrices()} | {weights.head.kind}
         unread = ", ".join(sorted(kind for kind in kinds if not kernels.multiplies(kind)))
         name = getattr(kernels, "__name__", type(kernels).__name__)
         require(not unread, "kernels", name, f"they do not multiply matrices of kind {unread}; give forerun.kernels.reference")
+        self.config = config
+        self.weights = weights
+        self.kernels = kernels
         self.dtype = weights.dtype
         self.device = weights.norm.device
         self.bytes = weights.bytes
@@ -71,9 +80,8 @@ class Target:
         cls, folder: Path | str, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu",
         kernels: Kernels | None = None, max_positions: int | None = None,
     ) -> Target:
-        """From a Hugging Face folder (hub.resolve finds or makes one). dtype auto: see choose_dtype; kernels None: see
-        choose_kernels; max_positions: the longest context to be ready for, None for the model's own.
-        Raises SettingError for a checkpoint that cannot be used."""
+        """From a Hugging Face folder (hub.resolve finds or makes one). dtype "auto": choose_dtype decides; kernels None:
+        choose_kernels does. Raises SettingError for a checkpoint that cannot be used."""
         config = ModelConfig.read(Path(folder))
         device = torch.device(device)
         chosen = choose_dtype(dtype, config, device) if isinstance(dtype, str) else dtype
@@ -88,14 +96,14 @@ class Target:
         cls, config: ModelConfig, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu",
         kernels: Kernels | None = None, seed: int = 0,
     ) -> Target:
-        """Of this shape, with random weights."""
+        """A model of this shape with random weights."""
         device = torch.device(device)
         kernels = kernels or choose_kernels(dtype, device, config.hidden_size)
         return cls(config, loading.random(config, dtype, device, seed), kernels)
 
     def keep_vocabulary(self, size: int) -> None:
-        """Give no logits for ids from `size` on. A checkpoint's vocabulary is often padded past the tokenizer's; what the
-        padding would say is never computed, so it can be neither emitted nor drafted."""
+        """Compute no logits for ids from `size` on. Checkpoints often pad their vocabulary past the tokenizer's; ids without
+        logits can be neither emitted nor drafted. The embedding and the memory of the head stay whole."""
         self.vocab = min(size, self.config.vocab_size)
         self.weights = self.weights._replace(head=self.weights.head.narrow(0, self.vocab))
 
@@ -108,11 +116,12 @@ class Target:
         return KVCache(self.config, pages, block_size, self.dtype, self.device)
 
     def _bind(self, kernels: Kernels, kv: KVCache) -> RunLayers:
-        """The layers on the pages of this cache, bound once for each pair."""
-        if kv.bound is None or kv.bound[0] is not kernels:
+        """The layers on the pages of this cache. A cache remembers the last one, which serves as long as the same target runs
+        on it with the same kernels."""
+        if kv.bound is None or kv.bound[0] is not self or kv.bound[1] is not kernels:
             layers = Layers(self.weights.layers, self.shapes, self.config.eps, self.cos, self.sin, kv.keys, kv.values)
-            kv.bound = (kernels, kernels.bind(layers))
-        return kv.bound[1]
+            kv.bound = (self, kernels, kernels.bind(layers))
+        return kv.bound[2]
 
     def forward(
         self,
@@ -123,26 +132,31 @@ class Target:
         x: Tensor | None = None,
     ) -> Forward:
         """Run the batch's tokens, write their keys and values into the pages, and give the logits where asked.
-        layers: whose inputs to keep as hidden states, 0 .. number of layers (the last: what goes into the final norm).
-        kernels: others than the target's own, for this pass. x: the embeddings [T,H], if the caller has them (batch.ids
-        is not read then)."""
-        weights, run = self.weights, kernels or self.kernels
+
+        layers: the hidden states to return. State i is the input of layer i, for i from 0 (the embeddings) to the number of
+        layers (the last layer's output, before the final norm): transformers' hidden_states[i], but its last one is normed.
+        They are the tensors that the pass itself goes on with: nothing is copied and nothing waits for the device, so the
+        pass can be captured with them. The states of padding tokens are meaningless.
+        kernels: for this pass instead of the target's own. x: the embeddings [T,H], if the caller has them; batch.ids is not
+        read then. Raises ValueError for a state that the model does not have."""
+        weights, run, count = self.weights, kernels or self.kernels, len(self.weights.layers)
+        if not all(0 <= i <= count for i in layers):
+            raise ValueError(f"layers {layers}: a model of {count} layers has the hidden states 0 to {count}")
         run_layers = self._bind(run, kv)
         kept: dict[int, Tensor] = {}
         x = weights.embedding.embed(batch.ids) if x is None else x  # [T,H]
-        cuts = sorted({0, *layers, len(weights.layers)})
-        for first, last in pairwise(cuts):
+        for first, last in pairwise(sorted({0, *layers, count})):
             kept[first] = x
             x = run_layers(x, batch, first, last)
-        kept[len(weights.layers)] = x
+        kept[count] = x
         x = x if batch.logits_at is None else x[batch.logits_at]  # [N,H]
         logits = run.norm_logits(x, weights.norm, self.config.eps, weights.head)  # [N,V]
         return Forward(logits, tuple(kept[i] for i in layers))
 
 
 def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that a setting means. auto: the checkpoint's, but on a CPU a half-precision checkpoint becomes what is faster
-    there, bfloat16 from AVX2 on. Raises SettingError."""
+    """The dtype that a setting means. auto: the checkpoint's own; on a CPU a checkpoint of 16 bits takes the faster of bfloat16
+    and float32. Raises SettingError."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     require(name == "auto" or name in known, "dtype", name, f"give auto or one of {', '.join(known)}")
     if name != "auto":
@@ -155,7 +169,7 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
 
 
 def _report(dtype: torch.dtype, setting: str, config: ModelConfig, kernels: Kernels) -> None:
-    """In a line what a model on a CPU is computed in, by what, and why."""
+    """Log the dtype and the kernels of a model on a CPU, and the reason, in one line."""
     from forerun.kernels import cpu
 
     kind, isa = str(dtype).removeprefix("torch."), cpu.isa_of(kernels)
@@ -168,7 +182,7 @@ def _report(dtype: torch.dtype, setting: str, config: ModelConfig, kernels: Kern
 
 
 def choose_kernels(dtype: torch.dtype, device: torch.device, hidden: int) -> Kernels:
-    """The fastest kernels there are for this dtype and device, and a model so wide."""
+    """The fastest kernels for this dtype and device. hidden: the model's hidden size."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         from forerun.kernels.cuda import CudaKernels  # needs triton, which comes with torch for CUDA
         from forerun.kernels.cuda_cuts import few_tokens
