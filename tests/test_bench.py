@@ -64,11 +64,7 @@ def test_every_figure_equals_the_script() -> None:
     assert fast.counts.joint == pytest.approx([2 / 4, 1 / 4, 1 / 4, 1 / 4])
     assert fast.counts.drafting_steps / fast.counts.steps == pytest.approx(3 / 4)
     assert fast.identical == (5, 5) and fast.failures == 0 and fast.requests == 5
-    assert (
-        fast.draft_share == pytest.approx(0.1)
-        and fast.forward_share == pytest.approx(0.6)
-        and fast.verify_share == pytest.approx(0.2)
-    )
+    assert fast.parts == pytest.approx((0.1, 0.6, 0.2, 0.1))
 
 
 def test_a_batch_of_several_requests_counts_their_tokens_over_its_own_time() -> None:

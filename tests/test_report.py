@@ -91,7 +91,7 @@ def test_a_server_that_counts_no_steps_gives_the_same_figures() -> None:
     assert told.got == own.got == pytest.approx(72 / 32) and told.step_s == pytest.approx(0.0125)
     assert told.needed == pytest.approx(1.25), "the baseline counts nothing: each of its tokens is a step"
     assert told.split == summary.Split(pytest.approx(0.01), pytest.approx(0.2), pytest.approx(0.5), by_server=True)
-    assert "(server)" in report.latency_row(told)[-1] and told.draft_share is None
+    assert "(server)" in report.latency_row(told)[-1] and told.parts is None
 
 
 def test_steps_are_unknown_where_a_request_failed_or_the_counts_do_not_fit() -> None:
@@ -330,7 +330,7 @@ def test_what_the_runs_differ_in_is_said() -> None:
     assert "torch: 2.13.0 before, 2.14.0 after" in said and "cores: 2 before, 4 after" in said
     assert "only the earlier run has words, c=1, ngram" in said and "only the later run has copy, c=1, new" in said
     redrawn = later(fake({**ARMS, "ngram": Way(12.0, 2, (1,))}))
-    assert "ngram: drafts with other settings than before" in changes.markdown(before, redrawn)
+    assert "ngram: the drafter's settings differ" in changes.markdown(before, redrawn)
     with pytest.raises(SettingError, match="in common"):
         changes.compare(before, fake(ARMS, ("explain",)))
 

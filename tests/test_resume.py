@@ -25,7 +25,7 @@ from forerun.bench import run
 from forerun.bench.engines.arms import BASELINE
 from forerun.bench.engines.endpoint import Ask, RequestFailed
 from forerun.bench.load.plan import Step, missing, steps_of
-from forerun.bench.pages import report, words
+from forerun.bench.pages import junit, report, words
 from forerun.bench.records import record, redaction, summary, thresholds
 from forerun.bench.records.keeping import Keeper
 from forerun.bench.records.record import Batch, Record, RecordFile
@@ -268,7 +268,7 @@ def test_an_arm_that_answers_nothing_is_said_on_top() -> None:
     assert "bad: 3 of 3 requests failed: HTTP 401: no such key.\n" in shown.getvalue()
     for text in ("failures == 0", "speedup[bad] >= 0", "verdict != slower"):
         checks = thresholds.check(thresholds.parse([text]), made)
-        assert not all(c.passed for c in checks) and "HTTP 401" in thresholds.junit(checks, made)
+        assert not all(c.passed for c in checks) and "HTTP 401" in junit.junit(checks, made)
 
 
 # the file

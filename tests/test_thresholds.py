@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun.bench.pages import html, report
+from forerun.bench.pages.junit import junit
 from forerun.bench.records import record, thresholds
 from forerun.bench.records.record import Record
-from forerun.bench.records.thresholds import Check, check, exist, junit, parse
+from forerun.bench.records.thresholds import Check, check, exist, parse
 from forerun.cli import app
 from forerun.types import SettingError
 from tests.records import SWEEP, Way, fake, rich

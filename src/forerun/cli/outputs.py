@@ -56,7 +56,7 @@ class Outputs:
 
     def write(self, record: Record, console: Console) -> bool:
         """Show the record and write the files. Returns whether every threshold holds."""
-        from forerun.bench.pages import html, report
+        from forerun.bench.pages import html, junit, report
         from forerun.bench.records import thresholds
 
         report.show(record, console)
@@ -71,7 +71,7 @@ class Outputs:
             style = "green" if check.passed else "red"
             console.print(thresholds.line(check), style=style, markup=False, highlight=False, soft_wrap=True)
         if self.junit is not None:
-            write(self.junit, thresholds.junit(checks, record))
+            write(self.junit, junit.junit(checks, record))
         return all(check.passed for check in checks)
 
 

@@ -12,10 +12,9 @@ from forerun.bench.pages import svg
 from forerun.bench.pages.report import digits, milliseconds, named, number, percent
 from forerun.bench.records.record import Record
 from forerun.bench.records.statistics import Ratio, Spread
-from forerun.bench.records.summary import Cell
+from forerun.bench.records.summary import PARTS, Cell
 
 FEW = 20  # drafts that got to a position, below which the share accepted there is not drawn
-PARTS = ("drafting", "model", "verifying", "rest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +163,6 @@ def breakeven(record: Record, every: Sequence[Cell], numbers: dict[str, int]) ->
     return charts
 
 
-def _parts(cell: Cell) -> list[float] | None:
-    """Shares of a step's time, in the order of PARTS; None where the engine does not say."""
-    if cell.draft_share is None or cell.forward_share is None or cell.verify_share is None:
-        return None
-    known = [cell.draft_share, cell.forward_share, cell.verify_share]
-    return [*known, max(0.0, 1 - sum(known))]
-
-
 def _by_load(rows: Sequence[tuple[Cell, Row]], record: Record) -> list[Row]:
     """The rows with a line of its own before each load, if there are several."""
     if len(record.settings.loads) == 1:
@@ -184,7 +175,7 @@ def _by_load(rows: Sequence[tuple[Cell, Row]], record: Record) -> list[Row]:
 
 
 def _step_row(cell: Cell, axis: svg.Axis, numbers: dict[str, int]) -> Row:
-    step, parts = 1000 * (cell.step_s or 0), _parts(cell)
+    step, parts = 1000 * (cell.step_s or 0), cell.parts
     said = f"{cell.arm} at {cell.load.label}: {step:.1f} ms a step"
     if cell.needed is not None and cell.got is not None:
         said += f", {cell.needed:.2f} tokens needed to break even, {cell.got:.2f} got"
@@ -195,7 +186,7 @@ def _step_row(cell: Cell, axis: svg.Axis, numbers: dict[str, int]) -> Row:
 
 
 def _step_figures(cell: Cell, record: Record) -> list[str]:
-    parts = _parts(cell)
+    parts = cell.parts
     shares = ["–"] * len(PARTS) if parts is None else [percent(p) for p in parts]
     return [label(cell, record), milliseconds(cell.step_s), number(cell.needed, 2), number(cell.got, 2), *shares]
 

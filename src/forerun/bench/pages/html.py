@@ -105,7 +105,7 @@ def page(record: Record) -> str:
             "drafting": charts.drafting(record, charted, numbers),
             "drafting_words": charts.drafting_words(record),
             "breakeven": charts.breakeven(record, charted, numbers),
-            "parts": charts.PARTS if any(c.forward_share is not None for c in every) else (),
+            "parts": charts.PARTS if any(c.parts for c in every) else (),
             "latency": charts.latency(record, charted, numbers),
             "costs": charts.costs(record, numbers),
             "cost_table": charts.Table("Costs of the arms", COSTS, [cost_row(a, first) for a in record.settings.arms]),
