@@ -69,6 +69,18 @@ def json_lines(setting: str, path: Path) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
+def json_object(setting: str, text: str, example: str, shown: object = None) -> dict[str, Any]:
+    """The JSON object in the text of an option. example: of one; shown: the text for messages, if it may contain a secret.
+    Raises SettingError."""
+    shown = text if shown is None else shown
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SettingError(setting, shown, f"not JSON ({error}); give {example}") from None
+    require(isinstance(value, dict), setting, shown, f"give a JSON object such as {example}")
+    return dict(value)
+
+
 def _constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 

@@ -1,5 +1,5 @@
-"""From a user's options to a plan and to what is measured. Knows the options' meaning and finds out what can be known before
-anything is measured; prints nothing.
+"""From the options of `forerun bench` to the plan, the subject and the time limit of a run, and the run in an event loop. Finds
+out what is wrong with the options before anything is measured. Prints nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun import textfile
 from forerun.bench import run
 from forerun.bench.engines import addresses, arms, launching
 from forerun.bench.engines.arms import BASELINE, CONTROL
@@ -47,17 +48,15 @@ if TYPE_CHECKING:
     from forerun.models.tokenizer import Tokenizer
 
 SERVED_ARMS = ("ngram",)
-OPEN_LOOP_SLOTS = 32  # requests that a server takes at once when their number is not bounded by the load
-OPEN_LOOP_REQUESTS = 16
+OPEN_LOOP_SLOTS = 32  # requests that a server runs at once, where the load does not bound their number
+OPEN_LOOP_REQUESTS = 16  # requests of a batch, unless they are given
 GIBIBYTE = 1 << 30
 
 
 def loads_of(options: Options) -> tuple[Load, ...]:
-    """A load for each concurrency and each rate, or the trace's alone. Raises SettingError."""
+    """The load of the trace, or one for each concurrency and each rate. Raises SettingError."""
     if options.requests is not None:
         Whole(1, LARGEST, 16)("requests", options.requests)
-    for concurrency in options.concurrency:
-        Whole(1, LARGEST, 8)("concurrency", concurrency)
     if options.trace is not None:
         return (Load("trace", requests=options.requests or OPEN_LOOP_REQUESTS, speed=options.trace_speed),)
     closed = [Load("concurrency", c, requests=options.requests or c) for c in options.concurrency]
@@ -65,7 +64,7 @@ def loads_of(options: Options) -> tuple[Load, ...]:
 
 
 def plan_of(options: Options) -> Plan:
-    """Raises SettingError."""
+    """Reads the files with prompts. Raises SettingError."""
     trace: tuple[float, ...] = ()
     if options.trace is not None:
         task, trace = traces.trace(options.trace)
@@ -88,8 +87,8 @@ def plan_of(options: Options) -> Plan:
 
 
 def served_arms(texts: Sequence[str]) -> tuple[ServedArm, ...]:
-    """The candidates on a server: the words of arms.parse, JSON in the engine's own keys (which only the engine can check), or
-    `flags:` and the engine's own flags. Raises SettingError."""
+    """The candidates on servers that are started. A text is one of those of arms.parse, JSON with the engine's own keys, which
+    only the engine can check, or `flags:` and the engine's own flags. Raises SettingError."""
     found: list[ServedArm] = []
     for text in texts:
         text = text.strip()
@@ -110,30 +109,28 @@ def served_arms(texts: Sequence[str]) -> tuple[ServedArm, ...]:
 
 
 def _essential(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is every engine's default, so that older versions understand it too."""
+    """Leave out the default of every engine, which an older version may not know."""
     left_out = {"rejection_sample_method": "standard", "num_speculative_tokens_per_batch_size": None, "max_model_len": None}
     return {k: v for k, v in settings.items() if k not in left_out or v != left_out[k]}
 
 
 def _from_json(text: str) -> ServedArm:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SettingError("arms", text, f"not JSON ({error})") from None
-    require(isinstance(value, dict) and bool(value.get("method")), "arms", text, 'give "method", for instance "ngram"')
+    value = textfile.json_object("arms", text, '{"method": "ngram"}', hide(text))
+    require(bool(value.get("method")), "arms", hide(text), 'give "method", for instance "ngram"')
     name, k = value["method"], value.get("num_speculative_tokens")
     return ServedArm(name if k is None else f"{name} k={k}", value)
 
 
 def subject_of(options: Options, plan: Plan) -> Subject:
-    """What is measured. Loads the model if it runs in this process; starts nothing. Raises SettingError."""
-    if options.engine == "forerun":
-        return _embedded(options, plan)
-    return _running(options, plan) if options.running else _launched(options, plan)
+    """What the plan measures. Loads the model of the engine in this process; starts no server. Raises SettingError."""
+    make = _embedded if not options.remote else _running if options.running else _launched
+    subject = make(options, plan)
+    sides = (*subject.sides, subject.sides[0]) if plan.control else subject.sides
+    return dataclasses.replace(subject, sides=sides)
 
 
 def arm_names(options: Options) -> list[str]:
-    """Of the arms, in their order, before anything is loaded. Raises SettingError for arms that cannot be."""
+    """The names of the arms, in their order, before anything is loaded. Raises SettingError."""
     if options.engine == "forerun":
         candidates = [arm.name for arm in arms.parse(options.arms or arms.DEFAULT_ARMS)]
     elif options.running:
@@ -144,7 +141,8 @@ def arm_names(options: Options) -> list[str]:
 
 
 def described(subject: Subject, options: Options, plan: Plan) -> Subject:
-    """With what the record says of it: the command that repeats the run, and what a resumed run must have in common with it."""
+    """The subject with its origin: the command that repeats the run, the options, and hashes of the files that must not change
+    until the run is resumed."""
     contents = {"prompts": fingerprint(plan)}
     if options.template is not None:
         contents["template"] = hashlib.sha256(options.template.read_bytes()).hexdigest()[:16]
@@ -163,7 +161,7 @@ def _embedded(options: Options, plan: Plan) -> Subject:
     require(slots <= MOST_SEQUENCES, name, slots, remedy)
     loaded = LLM.load(options.model, options.dtype, options.device)
     gc.collect()
-    gc.freeze()  # what is loaded stays: a collection that walks over it takes as long as several steps
+    gc.freeze()  # a garbage collection that walks over the model takes as long as several steps
 
     def side(arm: arms.Arm) -> Side:
         def build() -> LLM:
@@ -175,8 +173,6 @@ def _embedded(options: Options, plan: Plan) -> Subject:
         return Embedded(ServedArm(arm.name, arm.speculation.effective() if arm.speculation else None), build)
 
     sides = [side(arm) for arm in (arms.Arm(BASELINE, None), *candidates)]
-    if plan.control:
-        sides.append(sides[0])
     tokenizer, target = loaded.tokenizer, loaded.target
     ids = random_ids(target.vocab, frozenset(tokenizer.special_ids))
     notes = prompts_that_do_not_fit(plan, tokenizer, target.max_positions)
@@ -190,11 +186,11 @@ def _embedded(options: Options, plan: Plan) -> Subject:
 
 
 def prompts_that_do_not_fit(plan: Plan, tokenizer: Tokenizer, context: int) -> tuple[str, ...]:
-    """A note for each task of which some prompts are longer than the context: these requests will fail. Raises SettingError for
-    a task of which none fits, and for one that needs a chat template where there is none."""
+    """A note for each task that has prompts longer than the context: these requests will fail. Raises SettingError for a task
+    without a prompt that fits, and for chats where the model has no chat template."""
     notes = []
     for task in plan.tasks:
-        own = task.name in workloads.TASKS  # whose prompts are all about as long
+        own = task.name in workloads.TASKS  # their prompts have similar lengths, so a few are enough
         prompts = [task.prompt(v) for v in range(min(plan.prompts_needed, 8 if own else plan.prompts_needed))]
         long = [(p, n) for p in prompts if (n := _length(p, task, tokenizer)) >= context]
         if not long:
@@ -207,7 +203,7 @@ def prompts_that_do_not_fit(plan: Plan, tokenizer: Tokenizer, context: int) -> t
 
 
 def _length(prompt: Prompt, task: Task, tokenizer: Tokenizer) -> int:
-    """Tokens of a prompt."""
+    """In tokens. Raises SettingError."""
     messages = prompt.messages if prompt.message is None else ({"role": "user", "content": prompt.message},)
     if messages is None:
         return len(tokenizer.encode(prompt.text)) if prompt.text is not None else prompt.random_ids
@@ -242,10 +238,8 @@ def _launched(options: Options, plan: Plan) -> Subject:
     )
     served = [Server(launch, arm) for arm in (ServedArm(BASELINE, None), *candidates)]
     for server in served:
-        server.command()  # so that a setting which cannot be used is found before anything is started
-    sides: list[Side] = [Launched(server, body, options.timeouts) for server in served]
-    if plan.control:
-        sides.append(sides[0])
+        server.command()  # raises SettingError for a setting that cannot be used
+    sides = [Launched(server, body, options.timeouts) for server in served]
     name = options.model or hub.DEFAULT
     ids = _ids(tokenizer, plan, template.engine)
     settled = {"model": name, "arms": texts}
@@ -266,7 +260,7 @@ def _running(options: Options, plan: Plan) -> Subject:
     known = {BASELINE: first}
     for text in options.arms:
         if text == "prediction":
-            # the same server: what differs is the request
+            # the same server with other requests
             sides.append(Running(ServedArm("prediction", {"method": "prediction"}), first))
             continue
         name, equals, url = text.partition("=")
@@ -288,24 +282,23 @@ def _running(options: Options, plan: Plan) -> Subject:
         )
         known[name] = its
         sides.append(Running(ServedArm(name, {"method": name}), its))
-    if plan.control:
-        sides.append(Running(ServedArm(CONTROL, None), first))
-    require(len(sides) > 1, "arms", (), "give at least one as NAME=URL, or --control to see the server's own spread")
+    compared = len(sides) > 1 or plan.control
+    require(compared, "arms", (), "give at least one as NAME=URL, or --control to see the server's own spread")
     ids = _ids(options.tokenizer or options.model, plan, first.dialect.name)
     elsewhere = not all(addresses.on_this_machine(one.root) for one in known.values())
     return Subject(first.model, first.dialect.name, tuple(sides), ids, True, body=body, elsewhere=elsewhere)
 
 
 def slots_of(options: Options, plan: Plan) -> int:
-    """Requests that an engine takes at once: as many as are in flight, so that they wait nowhere."""
+    """Requests that an engine runs at once: as many as are in flight, so that none waits."""
     if options.slots is not None:
         return options.slots
     return max(load.concurrency if load.kind == "concurrency" else OPEN_LOOP_SLOTS for load in plan.loads)
 
 
 def _together(alive: str, servers: int, model: str) -> bool:
-    """Whether all servers are up at once. auto: if each can have three times its model's size, and 3 GiB, of the memory; one
-    that finds a GPU takes most of it, so then they take turns."""
+    """Whether all servers are up at once. auto: yes if there is memory for three times the model's size and 3 GiB for each, and
+    no with a GPU, because a server takes most of its memory. Raises SettingError."""
     require(alive in ("auto", "together", "in-turns"), "alive", alive, "give auto, together or in-turns")
     if alive != "auto":
         return alive == "together"
@@ -320,7 +313,7 @@ def _together(alive: str, servers: int, model: str) -> bool:
 
 
 def _model_for(options: Options, kind: str) -> tuple[str, str | None]:
-    """What the server is given as its model, and where a tokenizer may be found."""
+    """The model as the server is given it, and a folder or file with its tokenizer, if that is known. Raises SettingError."""
     from forerun.models import hub
 
     if kind == "gguf":
@@ -341,8 +334,8 @@ def _model_for(options: Options, kind: str) -> tuple[str, str | None]:
 
 
 def _ids(tokenizer: str | None, plan: Plan, engine: str) -> Callable[[Prompt], tuple[int, ...]] | None:
-    """What a server's prompts of random token ids are made of; None if no task has such. Raises SettingError if that is not
-    known, or if the server takes none."""
+    """The function that draws random token ids for a server; None if no task has them. Raises SettingError if the vocabulary is
+    not known, or if the server takes no token ids."""
     named = next((task.name for task in plan.tasks if task.prompt(0).random_ids), None)
     if named is None:
         return None
@@ -357,7 +350,7 @@ def _ids(tokenizer: str | None, plan: Plan, engine: str) -> Callable[[Prompt], t
 
 
 def _rows(folder: Path) -> int | None:
-    """How many token ids the model in a folder has, None if its config.json does not say."""
+    """The vocabulary's size in a model's config.json, None if it does not say."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         size = (config.get("text_config") or config).get("vocab_size")
@@ -367,6 +360,7 @@ def _rows(folder: Path) -> int | None:
 
 
 def _split(name: str, text: str) -> list[str]:
+    """The words of a text, as a shell splits it. Raises SettingError."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -374,6 +368,7 @@ def _split(name: str, text: str) -> list[str]:
 
 
 def _headers(options: Options) -> dict[str, str]:
+    """Those of --header and --api-key-env, whose values are hidden from now on. Raises SettingError."""
     headers = {}
     for text in options.headers:
         name, colon, value = text.partition(":")
@@ -391,22 +386,19 @@ def _headers(options: Options) -> dict[str, str]:
 
 
 def http_token(name: str) -> bool:
-    """Whether this can be a header's name."""
+    """Whether this can be a header's name (RFC 9110, section 5.6.2)."""
     return re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) is not None
 
 
 def _body(options: Options) -> dict[str, Any]:
-    try:
-        value = json.loads(options.body)
-    except ValueError as error:
-        raise SettingError("body", hide(options.body), f"not JSON ({error})") from None
-    require(isinstance(value, dict), "body", hide(options.body), 'give an object, for instance {"top_k": 20}')
+    """The fields of --body. Raises SettingError."""
+    value = textfile.json_object("body", options.body, '{"top_k": 20}', hide(options.body))
     check_body(value, options.samples)
-    return dict(value)
+    return value
 
 
 def resumable(record: Record, subject: Subject) -> None:
-    """Raises SettingError if what is measured now is not what the record's run measured."""
+    """Raises SettingError if the subject, the machine or a file differs from the record's."""
     before, now = record.settings, subject
     here = machine.describe(None)
     differing = [
@@ -449,28 +441,24 @@ def limit_of(minutes: float | None, given: Collection[str]) -> Limit:
 
 
 async def prepare(
-    options: Options, plan: Plan, subject: Subject, limit: Limit, course: Course, tell: Callable[[str], None]
+    options: Options, limit: Limit, course: Course, tell: Callable[[str], None], plan: Plan, subject: Subject
 ) -> tuple[Plan, Subject]:
-    """Measure the baseline's pace, fit the plan into the limit, and say how long it will take. The subject tells the record
-    what it came to."""
+    """Measure the baseline's pace, fit the plan into the limit, and tell how long it will take. Returns the plan to run, and
+    the subject with that plan as its origin. Raises SettingError if the baseline does not come up."""
     course.doing("starting the baseline")
     await subject.up(subject.sides[0])
     course.doing("measuring the pace of plain decoding")
     pace = await budget.pace_of(plan, subject, time.perf_counter)
     if isinstance(pace, budget.Failed):
         tell(f"How long this run takes is not known, for the first request failed: {hide(pace.reason)}")
-        return plan, described(subject, options, plan)
+        return plan, subject
     sides, together = len(subject.sides), subject.together
     smaller = plan if limit.seconds is None else budget.fitted(plan, pace, sides, together, limit.seconds, limit.may)
     tell(budget.said(plan, smaller, pace, sides, together, limit.seconds))
     course.seconds_of = budget.seconds_of(smaller, pace)
-    asked = dataclasses.replace(
-        options,
-        repetitions=smaller.repetitions,
-        max_tokens=smaller.max_tokens,
-        tasks=tuple(task.name for task in smaller.tasks) if smaller.tasks != plan.tasks else options.tasks,
-    )
-    return smaller, described(subject, asked, smaller)
+    tasks = options.tasks if smaller.tasks == plan.tasks else tuple(task.name for task in smaller.tasks)
+    options = dataclasses.replace(options, repetitions=smaller.repetitions, max_tokens=smaller.max_tokens, tasks=tasks)
+    return smaller, described(subject, options, smaller)
 
 
 Prepare = Callable[[Plan, Subject], Awaitable[tuple[Plan, Subject]]]
@@ -484,8 +472,9 @@ def measure(
     earlier: Record | None = None,
     prepared: Prepare | None = None,
 ) -> Record:
-    """In an event loop of its own. prepared: makes of the plan the one that is run, within the loop. An interrupt, or a request
-    to end, ends the run with what was measured. Raises KeyboardInterrupt if that comes before the run has begun."""
+    """Run the plan in an event loop of its own. keep: is given the record after each batch. earlier: a record whose batches are
+    not measured again. prepared: is called in the loop and returns the plan and the subject to run. An interrupt or a signal
+    ends the run with the batches so far. Raises KeyboardInterrupt if that comes before the run has begun."""
 
     async def interruptible() -> Record:
         task = asyncio.current_task()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, with_config
+
 from forerun import options
 from forerun.bench.engines.endpoint import Timeouts
 from forerun.bench.records.redaction import HIDDEN, hide, hide_command
@@ -153,7 +155,7 @@ class Options:
         for name, known in OPTIONS.items():
             value, default = getattr(self, name), getattr(DEFAULTS, name)
             if known.scope is not None and value != default and not known.scope.holds(self):
-                raise SettingError(label(name), _hidden(name, value), known.scope.remedy.format(flag=known.flags[0]))
+                raise SettingError(label(name), plain(self)[name], known.scope.remedy.format(flag=known.flags[0]))
         Whole(2, LARGEST, 4096)("context", self.context)
         if self.slots is not None:
             Whole(1, LARGEST, 32)("slots", self.slots)
@@ -171,6 +173,7 @@ class Options:
 
 OPTIONS = {field.name: option_of(field) for field in dataclasses.fields(Options)}
 DEFAULTS = Options()
+FORM = TypeAdapter(with_config(ConfigDict(extra="forbid"))(Options))
 
 
 def label(name: str) -> str:
@@ -180,7 +183,7 @@ def label(name: str) -> str:
 
 def words(options: Options) -> list[str]:
     """The command line that gives these options again, secrets left out."""
-    found = ["forerun", "bench"]
+    found, plain_values = ["forerun", "bench"], plain(options)
     for name, known in OPTIONS.items():
         value, flag = getattr(options, name), known.flags[-1]
         needed = value != getattr(DEFAULTS, name) or known.stated
@@ -190,16 +193,16 @@ def words(options: Options) -> list[str]:
         if value is True:
             found.append(flag)
             continue
-        plain = _hidden(name, value)
-        texts = plain if isinstance(plain, list) else [str(plain)]
-        for text in [",".join(map(str, plain)) or "none"] if known.separated else texts:
+        shown = plain_values[name]
+        texts = shown if isinstance(shown, list) else [str(shown)]
+        for text in [_said(shown) or "none"] if known.separated else texts:
             found += [flag, text]
     return found
 
 
 def plain(options: Options) -> dict[str, Any]:
     """All of them as plain JSON values, secrets left out."""
-    return {name: _hidden(name, getattr(options, name)) for name in OPTIONS}
+    return {name: _hidden(name, value) for name, value in FORM.dump_python(options, mode="json").items()}
 
 
 def asked(options: Options) -> dict[str, Any]:
@@ -208,16 +211,12 @@ def asked(options: Options) -> dict[str, Any]:
 
 
 def read(values: Mapping[str, Any]) -> Options:
-    """The options that `asked` wrote. Raises SettingError for an unknown name."""
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(Options)}
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        require(name in kinds, "options", name, "the record is of a version that had other options; measure again")
-        if isinstance(value, list):
-            found[name] = tuple(Path(one) if "Path" in kinds[name] else one for one in value)
-        else:
-            found[name] = Path(value) if "Path" in kinds[name] else value
-    return Options(**found)
+    """The options that `asked` wrote. Raises SettingError for an unknown name and a value of another type."""
+    try:
+        return FORM.validate_python(dict(values))
+    except ValueError as error:
+        name = error.errors()[0]["loc"][0]  # type: ignore[attr-defined]
+        raise SettingError("options", name, "the record is of a version that had other options; measure again") from None
 
 
 def resumed(stored: Mapping[str, Any], given: Mapping[str, Any]) -> Options:
@@ -243,12 +242,12 @@ def _said(value: Any) -> str:
 
 
 def _hidden(name: str, value: Any) -> Any:
-    """A value as plain JSON, without its secrets."""
-    if isinstance(value, tuple):
-        return [_hidden(name, one) for one in value]
-    text = str(value) if isinstance(value, Path) else value
-    if not OPTIONS[name].secret or not text:
-        return text
+    """A plain JSON value without its secrets."""
+    if not OPTIONS[name].secret or not value:
+        return value
+    if isinstance(value, list):
+        return [_hidden(name, text) for text in value]
+    text = str(value)
     kind, colon, rest = text.partition(":")
     if name == "headers":
         return f"{kind}: {HIDDEN}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -20,8 +20,6 @@ from forerun.options import OUTPUT, RUN, SERVERS, option
 
 if TYPE_CHECKING:
     from forerun.bench.command import Limit
-    from forerun.bench.engines.subject import Subject
-    from forerun.bench.load.plan import Plan
     from forerun.bench.records.record import Record
 
 
@@ -126,10 +124,7 @@ def execute(options: Options, earlier: Record | None, limit: Limit, path: Path, 
     tell(f"Record: {path}, written after each batch. If the run is interrupted, go on with: {keeper.resume}")
     try:
         with progress.watcher(console) as course:
-
-            def prepare(plan: Plan, subject: Subject) -> Coroutine[Any, Any, tuple[Plan, Subject]]:
-                return command.prepare(options, plan, subject, limit, course, tell)
-
+            prepare = partial(command.prepare, options, limit, course, tell)
             measured = command.measure(plan, subject, course, keeper.write, earlier, prepare)
     except BaseException:
         if keeper.saved:

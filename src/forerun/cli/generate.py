@@ -95,7 +95,10 @@ def generate(
 
     text = _prompt(prompt)
     speculation = Speculation.parse(options.speculative_config)
-    variables = _variables(options.chat_template_kwargs)
+    variables = None
+    if options.chat_template_kwargs is not None:
+        example = '{"enable_thinking": false}'
+        variables = textfile.json_object("chat_template_kwargs", options.chat_template_kwargs, example)
     params = options.sampling()
     from forerun.llm import LLM  # imports torch, which takes a second: bad options are refused before
 
@@ -145,18 +148,6 @@ def _prediction(given: str | None) -> str | None:
     if given is None or not given.startswith("@"):
         return given
     return textfile.read("prediction", Path(given[1:]))
-
-
-def _variables(text: str | None) -> dict[str, Any] | None:
-    """The variables of --chat-template-kwargs. Raises SettingError."""
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise SettingError("chat_template_kwargs", text, f'not JSON ({error}); give {{"enable_thinking": false}}') from None
-    require(isinstance(value, dict), "chat_template_kwargs", text, 'give a JSON object such as {"enable_thinking": false}')
-    return dict(value)
 
 
 def _as_json(output: Output, settings: dict[str, Any]) -> dict[str, Any]:
