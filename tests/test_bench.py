@@ -5,6 +5,7 @@ what the script says.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
 from collections.abc import Callable
@@ -170,6 +171,30 @@ def test_the_prediction_drafter_is_given_what_a_user_would_expect() -> None:
             assert one.ask.prediction is None
         else:
             assert one.ask.prediction and one.ask.prediction in one.ask.messages[0]["content"]  # type: ignore[index]
+
+
+PROMPTS = {
+    "copy": "e2072a258421e4c7",
+    "words": "96b6afe0a17888f8",
+    "random": "90b39baab9523c5d",
+    "return-code": "b3f59399b357d29f",
+    "edit-code": "105215657af44412",
+    "explain": "1b199d65235fc9b4",
+    "chat": "a225b4fa6d90b2e8",
+    "quotes": "ee941e1f2db99f68",
+    "agent": "07164d8807576543",
+    "chat-zh": "f3539fee7497ad0f",
+    "quotes-zh": "523e71997c3e83ad",
+    "explain-zh": "842d26eb145abe7a",
+}
+"""A hash of all prompts of each task. Records of earlier runs were measured on these."""
+
+
+@pytest.mark.parametrize("name", workloads.TASKS)
+def test_prompts_stay_the_same(name: str) -> None:
+    task = workloads.TASKS[name]
+    every = "".join(repr(task.prompt(v)) for v in range(task.variants))
+    assert hashlib.sha256(every.encode()).hexdigest()[:16] == PROMPTS[name]
 
 
 def test_variants_are_all_different() -> None:

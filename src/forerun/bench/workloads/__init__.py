@@ -1,1 +1,3 @@
-"""What is asked: the tasks, their texts and the user's own files."""
+"""Workloads: what is asked of an engine. A built-in one is a function in tasks.py from the number of a variant to a Prompt, and
+an entry in TASKS; its texts are in data/. traces.py makes workloads of a user's files.
+"""

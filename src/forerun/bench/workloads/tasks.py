@@ -1,44 +1,29 @@
-"""What is asked: the tasks by name, each with many variants of its prompt. Knows no engine, arm or clock; what a model makes of
-a prompt and how long it takes is measured elsewhere.
+"""The tasks: each makes many different prompts of one kind. Knows no engine and no clock.
 
 No two variants of a task are the same prompt, so that a repetition never finds its own answer in a prefix cache or in a
-drafter's memory of earlier requests. Definitions: docs/measuring.md.
+drafter's memory of earlier requests. docs/measuring.md says what each task stands for.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from forerun.bench.workloads.texts import FUNCTIONS, PROSE, READERS, TOPICS, WORDS
-from forerun.bench.workloads.texts_chat import (
-    AGENT_ASK,
-    AGENT_CALL,
-    AGENT_RESULT,
-    AGENT_SYSTEM,
-    CARRIERS,
-    FOLLOW_UPS,
-    FOLLOW_UPS_ZH,
-    PROSE_ZH,
-    READERS_ZH,
-    STATUSES,
-    TALKS,
-    TALKS_ZH,
-    TOPICS_ZH,
-    Talk,
-)
-from forerun.types import require
+from forerun.bench.workloads.texts import filled, texts, words
+from forerun.checks import require
 
-VARIANTS = 512  # prompts of most tasks; a run of more requests than that would repeat itself
+VARIANTS = 512  # prompts of most tasks
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One of: message (a user's turn, for the chat template), messages (a whole conversation), text (continued as it stands),
-    random_ids (so many random token ids: the engine's vocabulary decides which). name says task and variant. prediction: what a
-    user who asks this could offer as the expected output, for the drafter `prediction`. max_tokens: the prompt's own limit."""
+    """Exactly one of: message (one user message, for the chat template), messages (a conversation), text (to be continued),
+    random_ids (the number of random token ids, drawn from the engine's vocabulary). name: the task and the variant.
+    prediction: the expected output that a user could give with this prompt, for the drafter `prediction`. max_tokens: the
+    prompt's own limit of output tokens, None: the plan's."""
 
     name: str
     message: str | None = None
@@ -49,12 +34,17 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
     max_tokens: int | None = None
 
+    @property
+    def conversation(self) -> tuple[Mapping[str, Any], ...] | None:
+        """Its messages, None if it is not for the chat template."""
+        return self.messages if self.message is None else ({"role": "user", "content": self.message},)
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """about: what it stands for, in half a line. fixed_length: the end-of-sequence token is ignored, so that every answer is
-    as long as asked for. temperature 0 is greedy. caution: what its figures must not be taken for. variants: how
-    many different prompts it has."""
+    """A workload. about: a short description. prompt: makes the prompt of a variant, 0 to variants - 1; the prompts differ from
+    each other. fixed_length: answers continue past the end-of-text token to the maximal length. temperature: 0 is greedy.
+    caution: a warning about its figures, shown with every result."""
 
     name: str
     about: str
@@ -69,24 +59,19 @@ class Task:
         return self.temperature == 0.0
 
 
-def _mixed(variant: int) -> tuple[int, int]:
-    """Two indices below 8 that meet once in 64 variants, and differ from those of the variants nearby."""
-    return variant % 8, (variant + variant // 8) % 8
-
-
-def _turned(text: str, by: int, end: str = ". ") -> str:
-    """Its sentences, beginning with another one: what the 65th variant and those behind it differ in from the first 64."""
+def _rotated(text: str, by: int, end: str) -> str:
+    """The text with its first `by` sentences moved to its end. end: what ends a sentence."""
     sentences = text.rstrip().removesuffix(end.strip()).split(end)
     by %= len(sentences)
     return end.join(sentences[by:] + sentences[:by]) + end.rstrip() if by else text
 
 
 def _copy(variant: int) -> Prompt:
-    """The second copy is begun for the model: asked in a chat, small models summarise or go astray instead of copying, and
-    what they then repeat is their own mistake."""
-    prose, function = _mixed(variant)
-    page = _turned(PROSE[prose], variant // 64)
-    document = f"{page}\n\n{FUNCTIONS[function].source}"
+    """A document and the first words of its copy. Small models that are asked in a chat to copy a text summarise it or lose
+    their place. Each of the 64 pairs of page and function comes once in 64 variants."""
+    english, functions = texts("english"), texts("functions")["functions"]
+    page = _rotated(english["pages"][variant % 8], variant // 64, english["sentence_end"])
+    document = f"{page}\n\n{functions[(variant + variant // 8) % 8]['source']}"
     begun = " ".join(page.split()[:6])
     text = f"Document {variant + 1}\n\n{document}\nThe same document, word for word\n\n{begun}"
     return Prompt(f"copy {variant}", text=text, prediction=document.removeprefix(begun))
@@ -94,7 +79,7 @@ def _copy(variant: int) -> Prompt:
 
 def _words(variant: int) -> Prompt:
     draw = random.Random(1000 + variant)
-    few = draw.sample(WORDS, 30)
+    few = draw.sample(words(), 30)
     return Prompt(f"words {variant}", text=" ".join(draw.choice(few) for _ in range(200)))
 
 
@@ -103,86 +88,73 @@ def _random(variant: int) -> Prompt:
 
 
 def _return_code(variant: int) -> Prompt:
-    function = FUNCTIONS[variant % 8]
-    old, new = function.renames[variant // 8 % 4]
-    new = new if variant % 64 < 32 else f"the_{new}"
-    new = new if variant < 64 else f"{new}_{variant // 64}"
+    function = texts("functions")["functions"][variant % 8]
+    old, new = function["renames"][variant // 8 % 4]
+    new = _numbered(new if variant % 64 < 32 else f"the_{new}", variant)
     ask = f"Rename `{old}` to `{new}` in this Python code and return the whole code, with nothing else changed."
-    return Prompt(f"return-code {variant}", message=f"{ask}\n\n```python\n{function.source}```", prediction=function.source)
+    return _code(f"return-code {variant}", ask, function["source"])
 
 
 def _edit_code(variant: int) -> Prompt:
-    function = FUNCTIONS[variant % 8]
-    turn = variant // 8
-    edit, (old, new) = function.edits[turn % 3], function.renames[turn % 4]
-    new = new if variant < 64 else f"{new}_{variant // 64}"
-    ask = f"Change this Python code: {edit}, and rename `{old}` to `{new}`. Return the whole changed code."
-    return Prompt(f"edit-code {variant}", message=f"{ask}\n\n```python\n{function.source}```", prediction=function.source)
+    function, at = texts("functions")["functions"][variant % 8], variant // 8
+    edit, (old, new) = function["edits"][at % 3], function["renames"][at % 4]
+    ask = f"Change this Python code: {edit}, and rename `{old}` to `{_numbered(new, variant)}`. Return the whole changed code."
+    return _code(f"edit-code {variant}", ask, function["source"])
 
 
-def _explain(variant: int) -> Prompt:
-    topic, reader = TOPICS[variant % 32], READERS[variant // 32]
-    return Prompt(f"explain {variant}", message=f"In three short paragraphs, explain {topic} to {reader}.")
+def _numbered(name: str, variant: int) -> str:
+    return name if variant < 64 else f"{name}_{variant // 64}"
 
 
-def _conversation(name: str, talks: tuple[Talk, ...], follow_ups: tuple[str, ...], variant: int) -> Prompt:
-    lap, rest = divmod(variant, len(talks) * len(follow_ups))
-    talk, follow_up = talks[rest % len(talks)], follow_ups[rest // len(talks)]
-    turns = [turn.format(n=2 + variant + lap) for turn in talk.turns] + [follow_up]
-    roles = ("user", "assistant")
-    messages = tuple({"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns))
+def _code(name: str, ask: str, source: str) -> Prompt:
+    return Prompt(name, message=f"{ask}\n\n```python\n{source}```", prediction=source)
+
+
+def _explain(name: str, language: str, variant: int) -> Prompt:
+    known = texts(language)
+    topics, readers = known["topics"], known["readers"]
+    reader, topic = divmod(variant, len(topics))
+    return Prompt(f"{name} {variant}", message=filled(known["explain"], topic=topics[topic], reader=readers[reader]))
+
+
+def _chat(name: str, language: str, variant: int) -> Prompt:
+    known = texts(language)
+    conversations, follow_ups = known["conversations"], known["follow_ups"]
+    lap, rest = divmod(variant, len(conversations) * len(follow_ups))
+    follow_up, conversation = divmod(rest, len(conversations))
+    turns = [filled(turn, n=2 + variant + lap) for turn in conversations[conversation]["turns"]] + [follow_ups[follow_up]]
+    messages = tuple({"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns))
     return Prompt(f"{name} {variant}", messages=messages, prediction=turns[-2])
 
 
-def _chat(variant: int) -> Prompt:
-    return _conversation("chat", TALKS, FOLLOW_UPS, variant)
-
-
-def _chat_zh(variant: int) -> Prompt:
-    return _conversation("chat-zh", TALKS_ZH, FOLLOW_UPS_ZH, variant)
-
-
-def _two_texts(texts: tuple[str, ...], variant: int, end: str) -> str:
-    one, step = variant % 8, variant // 8 % 7
-    lap = variant // 56
-    return f"{_turned(texts[one], lap, end)}\n\n{texts[(one + 1 + step) % 8]}"
-
-
-def _quotes(variant: int) -> Prompt:
-    text = _two_texts(PROSE, variant, ". ")
-    ask = (
-        f"Text {variant + 1}. Summarise it in four sentences. Behind each, quote word for word, in quotation marks, the part "
-        "of the text that it rests on."
-    )
-    return Prompt(f"quotes {variant}", message=f"{ask}\n\n{text}", prediction=text)
-
-
-def _quotes_zh(variant: int) -> Prompt:
-    text = _two_texts(PROSE_ZH, variant, "。")
-    ask = f"文章{variant + 1}。用四句话概括这篇文章，每句话后面用引号一字不差地引用它所依据的原文。"
-    return Prompt(f"quotes-zh {variant}", message=f"{ask}\n\n{text}", prediction=text)
+def _quotes(name: str, language: str, variant: int) -> Prompt:
+    """Two of eight different pages: 56 pairs, then the same ones with the sentences of the first page rotated."""
+    known = texts(language)
+    pages, first = known["pages"], variant % 8
+    second = pages[(first + 1 + variant // 8 % 7) % 8]
+    text = f"{_rotated(pages[first], variant // 56, known['sentence_end'])}\n\n{second}"
+    return Prompt(f"{name} {variant}", message=f"{filled(known['quotes'], number=variant + 1)}\n\n{text}", prediction=text)
 
 
 def _agent(variant: int) -> Prompt:
-    """Three calls have been made; the fourth of eight comes next, in the same form."""
-    draw = random.Random(4000 + variant)
+    """Three of eight tool calls have been made. The fourth is asked for, in the same form."""
+    draw, known = random.Random(4000 + variant), texts("agent")
     orders = [f"{draw.choice('ABCDEFGH')}{draw.randrange(10**5, 10**6)}-{draw.randrange(10, 100)}" for _ in range(8)]
     messages = [
-        {"role": "system", "content": AGENT_SYSTEM},
-        {"role": "user", "content": AGENT_ASK.format(orders=", ".join(orders))},
+        {"role": "system", "content": known["system"]},
+        {"role": "user", "content": filled(known["ask"], orders=", ".join(orders))},
     ]
     for order in orders[:3]:
-        result = AGENT_RESULT.format(
-            order=order, status=draw.choice(STATUSES), carrier=draw.choice(CARRIERS), month=draw.randrange(1, 13),
-            day=draw.randrange(1, 29),
-        )  # fmt: skip
-        messages += [{"role": "assistant", "content": AGENT_CALL.format(order=order)}, {"role": "user", "content": result}]
-    return Prompt(f"agent {variant}", messages=tuple(messages), prediction=AGENT_CALL.format(order=orders[3]))
-
-
-def _explain_zh(variant: int) -> Prompt:
-    topic, reader = TOPICS_ZH[variant % len(TOPICS_ZH)], READERS_ZH[variant // len(TOPICS_ZH)]
-    return Prompt(f"explain-zh {variant}", message=f"用三个短段落向{reader}解释{topic}。")
+        result = filled(
+            known["result"],
+            order=order,
+            status=draw.choice(known["statuses"]),
+            carrier=draw.choice(known["carriers"]),
+            month=f"{draw.randrange(1, 13):02d}",
+            day=f"{draw.randrange(1, 29):02d}",
+        )
+        messages += [{"role": "assistant", "content": filled(known["call"], order=order)}, {"role": "user", "content": result}]
+    return Prompt(f"agent {variant}", messages=tuple(messages), prediction=filled(known["call"], order=orders[3]))
 
 
 TASKS = {
@@ -196,15 +168,27 @@ TASKS = {
         ),
         Task("return-code", "rename a variable and return the whole code", _return_code, fixed_length=False),
         Task("edit-code", "change a few lines and return the whole code", _edit_code, fixed_length=False),
-        Task("explain", "three short paragraphs on an everyday question", _explain, fixed_length=False),
-        Task("chat", "the next turn of a conversation", _chat, fixed_length=False),
-        Task("quotes", "summarise two pages with word-for-word quotes", _quotes, fixed_length=False, variants=224),
-        Task("agent", "the next tool call of an agent, in the form of those before it", _agent, fixed_length=False),
-        Task("chat-zh", "the next turn of a conversation in Chinese", _chat_zh, fixed_length=False, variants=256),
-        Task("quotes-zh", "summarise two Chinese pages with quotes", _quotes_zh, fixed_length=False, variants=112),
         Task(
-            "explain-zh", "three short paragraphs in Chinese", _explain_zh, fixed_length=False,
-            variants=len(TOPICS_ZH) * len(READERS_ZH),
+            "explain", "three short paragraphs on an everyday question", partial(_explain, "explain", "english"),
+            fixed_length=False,
+        ),
+        Task("chat", "the next turn of a conversation", partial(_chat, "chat", "english"), fixed_length=False),
+        Task(
+            "quotes", "summarise two pages with word-for-word quotes", partial(_quotes, "quotes", "english"),
+            fixed_length=False, variants=224,
+        ),
+        Task("agent", "the next tool call of an agent, in the form of those before it", _agent, fixed_length=False),
+        Task(
+            "chat-zh", "the next turn of a conversation in Chinese", partial(_chat, "chat-zh", "chinese"), fixed_length=False,
+            variants=256,
+        ),
+        Task(
+            "quotes-zh", "summarise two Chinese pages with quotes", partial(_quotes, "quotes-zh", "chinese"),
+            fixed_length=False, variants=112,
+        ),
+        Task(
+            "explain-zh", "three short paragraphs in Chinese", partial(_explain, "explain-zh", "chinese"), fixed_length=False,
+            variants=192,
         ),
     )
 }  # fmt: skip
@@ -213,8 +197,8 @@ DEFAULT_TASKS = ("copy", "return-code", "edit-code", "explain")
 
 
 def coin_tosses() -> tuple[Prompt, ...]:
-    """Two prompts whose next words are one of two, and which an n-gram drafter always has a draft for: what is sampled behind
-    them shows within a few hundred draws whether a verify rule favours the draft."""
+    """Two prompts, each a random sequence of two words, for which an n-gram drafter always has a draft. A few hundred draws of
+    the next words show whether a verify rule favours the draft."""
     draw = random.Random(5000)
     return tuple(
         Prompt(f"tosses of {a} and {b}", text=" ".join(draw.choices((a, b), k=60)))
@@ -222,8 +206,8 @@ def coin_tosses() -> tuple[Prompt, ...]:
     )
 
 
-def find(names: tuple[str, ...]) -> tuple[Task, ...]:
-    """The tasks of these names. Raises SettingError for one that is unknown or named twice, and for none."""
+def find(names: Sequence[str]) -> tuple[Task, ...]:
+    """The tasks of these names. Raises SettingError for an unknown name, for one given twice, and for an empty list."""
     require(bool(names), "tasks", names, f"give at least one of {', '.join(TASKS)}")
     for name in names:
         require(name in TASKS, "tasks", name, f"give one or more of {', '.join(TASKS)}")
