@@ -1,4 +1,5 @@
-"""Forerun: lossless speculative decoding, and the measurements that say whether it pays."""
+"""Forerun: lossless speculative decoding, and measurements of whether it pays. `import forerun` loads no other library; torch
+and the engine are imported when LLM is first used."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ __all__ = ["LLM", "SamplingParams", "SettingError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """LLM, SamplingParams and SettingError, imported when they are first asked for: LLM brings torch along."""
+    """Import LLM, SamplingParams or SettingError at its first use, because the import of torch takes a second."""
     if name == "LLM":
         from forerun.llm import LLM
 

@@ -1,4 +1,4 @@
-"""`python -m forerun` is the command `forerun`."""
+"""`python -m forerun` runs the command line."""
 
 from forerun.cli import main
 

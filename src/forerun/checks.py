@@ -1,15 +1,15 @@
-"""What enters from outside is converted to plain Python values of the right type and range, or refused with SettingError.
-Every setting and every request passes through here, so nothing behind this file has to look at types again. It imports
-neither torch nor numpy: their scalars are recognised by what they can do.
+"""Converts settings and requests to plain Python values of the right type and range, or refuses them with SettingError. All
+input passes through here, so other files need not check types. Imports neither torch nor numpy: their scalars are recognised by
+their attributes.
 
 The same rules hold for every setting:
 
 - A whole number is an int, a float without a fraction (7.0 becomes 7), or a scalar of numpy or torch that holds one of these.
 - A number is a whole number or a float. NaN and infinity are refused.
-- True and False are no numbers. A flag is True, False or a scalar of numpy or torch that holds one; 0 and 1 are converted.
-- A text is a str that UTF-8 can write. Bytes are refused, and digits in a text are no number.
-- Where several values are asked for, any collection of them will do: a list, a tuple, a set, a generator, an array.
-- None means that the setting was not given, and takes its default, unless None has a meaning of its own.
+- True and False are not numbers. A flag is True, False or a scalar of numpy or torch that holds one; 0 and 1 are converted.
+- A text is a str that UTF-8 can encode. Bytes are refused, and a text of digits is not a number.
+- Several values may come in any collection: a list, a tuple, a set, a generator, an array.
+- None means that the setting is not given and has its default, unless None has a meaning of its own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST = 2**31 - 1  # of whole numbers where nothing else limits them; it fits every tensor and every kernel
+LARGEST = 2**31 - 1  # the largest whole number of a setting without another limit; it fits every tensor and kernel
 SHOWN = 200  # characters of a value in a message
 
 
 class SettingError(ValueError):
-    """A setting that cannot be used. The message names the setting, the value given and one that works."""
+    """A setting that cannot be used. The message names the setting, its value and one that works."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
         super().__init__(f"{name}={shown(value)}: {remedy}")
@@ -33,14 +33,14 @@ class SettingError(ValueError):
 
 
 class LoadError(SettingError):
-    """A model's files cannot be used. The message names the file and what is wrong in it."""
+    """A file of a model that cannot be used. The message names the file and the fault."""
 
 
 def shown(value: object) -> str:
-    """The value as Python writes it, on one line and not too long."""
+    """repr of the value, on one line and at most about SHOWN characters long."""
     try:
         text = " ".join(repr(value).split()) if not isinstance(value, str) else repr(value)
-    except Exception:  # an int of thousands of digits, or an object of the caller's own
+    except Exception:  # an int of thousands of digits, or a class of the caller
         text = f"({type(value).__name__} that cannot be written)"
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 4 :]}"
 
@@ -52,12 +52,12 @@ def require(ok: bool, name: str, value: object, remedy: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A scalar of numpy or torch as the Python number that it holds; anything else as it is."""
+    """The Python number in a scalar of numpy or torch; any other value unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def whole(value: Any) -> int | None:
-    """The whole number that a value is, None if it is none."""
+    """The value as an int, or None if it is not a whole number."""
     value = plain(value)
     if isinstance(value, int):
         return None if isinstance(value, bool) else int(value)
@@ -67,7 +67,7 @@ def whole(value: Any) -> int | None:
 
 
 def finite(value: Any) -> float | None:
-    """The finite number that a value is, None if it is none."""
+    """The value as a float, or None if it is not a finite number."""
     value = plain(value)
     if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
         return None
@@ -80,7 +80,7 @@ def finite(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number from low to high. also: what else the message should say, beginning with its own comma or semicolon."""
+    """A whole number from low to high. also: an addition to the message, with its own comma or semicolon."""
 
     low: int
     high: int
@@ -97,7 +97,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number from low to high. above: low itself is too small."""
+    """A finite number from low to high. above: low itself is refused. also: as in Whole."""
 
     low: float
     high: float
@@ -117,7 +117,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Seed:
-    """Any whole number. Of one that does not fit 64 bits, the lowest 64 count."""
+    """Any whole number. Only the lowest 64 bits of a larger one are used."""
 
     example: int = 0
 
@@ -143,7 +143,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Text:
-    """A text; empty: it may be empty."""
+    """A text. empty: it may be empty."""
 
     example: str
     empty: bool = False
@@ -155,7 +155,7 @@ class Text:
 
 
 def written(name: str, text: str, example: str) -> str:
-    """The text. Raises SettingError if UTF-8 cannot write it."""
+    """Returns the text. Raises SettingError if UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -167,7 +167,7 @@ def written(name: str, text: str, example: str) -> str:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts that are not empty, as a tuple; a single one may stand for itself."""
+    """Texts that are not empty, as a tuple. A single text counts as a tuple of one."""
 
     example: tuple[str, ...]
 
@@ -180,7 +180,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of these words. A torch dtype or device stands for its name."""
+    """One of these words. A torch dtype or device is converted to its name."""
 
     words: tuple[str, ...]
     also: str = ""
@@ -196,13 +196,13 @@ class Choice:
 
 
 def alternatives(words: Iterable[str]) -> str:
-    """a, b or c."""
+    """The words as `a, b or c`."""
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def several(name: str, value: Any, remedy: str) -> list[Any]:
-    """The items of a collection. Texts, bytes and mappings are not taken for one."""
+    """The items of a collection. Raises SettingError for anything else; a text, bytes or a mapping is not a collection."""
     if hasattr(value, "tolist"):  # an array or a tensor
         value = value.tolist()
     require(isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping), name, value, remedy)
@@ -210,7 +210,7 @@ def several(name: str, value: Any, remedy: str) -> list[Any]:
 
 
 def _ids(name: str, items: list[Any], remedy: str) -> tuple[int, ...]:
-    """The items as token ids. Raises SettingError with the first that is none."""
+    """The items as token ids. Raises SettingError for the first that is not one."""
     if all(type(i) is int and 0 <= i <= LARGEST for i in items):
         return tuple(items)
     found = []
@@ -225,7 +225,7 @@ def _ids(name: str, items: list[Any], remedy: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids, as a tuple. Whether the model has them is found out where the model is known. ordered: a set is refused."""
+    """Token ids, as a tuple. ordered: a set is refused. Engine.add checks that the model has them."""
 
     example: tuple[int, ...]
     ordered: bool = False
@@ -238,7 +238,7 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class TokenSequences:
-    """Sequences of at least one token id each, as a tuple of tuples."""
+    """Sequences of one token id or more, as a tuple of tuples."""
 
     example: tuple[tuple[int, ...], ...]
 
@@ -255,7 +255,7 @@ class TokenSequences:
 
 @dataclass(frozen=True)
 class Biases:
-    """Token id -> a number from -100 to 100, as a new dict. JSON has only texts for keys, so digits are converted here."""
+    """A mapping of token ids to numbers from -100 to 100, as a new dict. JSON has texts as keys, so digits are converted."""
 
     example: Mapping[int, float]
 
@@ -274,7 +274,7 @@ class Biases:
 
 
 def _decimal(key: Any) -> bool:
-    """Whether a key is a number as JSON's keys write it."""
+    """Whether a key of JSON is a number."""
     return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
 
 
@@ -283,7 +283,7 @@ MESSAGES = "give a list of messages, for instance [{'role': 'user', 'content': '
 
 
 def prompt(name: str, value: Any) -> str | tuple[int, ...]:
-    """A prompt: a text, or token ids. Raises SettingError."""
+    """One prompt, which is a text or token ids. Raises SettingError."""
     if isinstance(value, str):
         return written(name, str(value), "Once upon a time")
     require(not isinstance(value, Set), name, value, PROMPT)
@@ -291,7 +291,7 @@ def prompt(name: str, value: Any) -> str | tuple[int, ...]:
 
 
 def prompts(name: str, value: Any) -> list[str | tuple[int, ...]]:
-    """One prompt or several: a list that begins with a text or with a list holds several. Raises SettingError."""
+    """One prompt or several. A list that begins with a text or a list holds several prompts. Raises SettingError."""
     if isinstance(value, str):
         return [prompt(name, value)]
     require(not isinstance(value, Set), name, value, PROMPT)
@@ -319,7 +319,7 @@ def conversations(name: str, value: Any) -> list[list[Mapping[str, Any]]]:
 
 
 def tools(name: str, value: Any) -> list[Mapping[str, Any]]:
-    """Descriptions of functions for a chat template. Raises SettingError."""
+    """The descriptions of functions for a chat template. Raises SettingError."""
     remedy = "give a list of mappings, for instance [{'type': 'function', 'function': {'name': 'time'}}]"
     found = several(name, value, remedy)
     require(all(isinstance(one, Mapping) for one in found), name, value, remedy)
@@ -327,7 +327,7 @@ def tools(name: str, value: Any) -> list[Mapping[str, Any]]:
 
 
 def variables(name: str, value: Any) -> Mapping[str, Any]:
-    """Variables of a chat template by name. Raises SettingError."""
+    """The variables of a chat template by name. Raises SettingError."""
     known = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     require(known, name, value, "give a mapping of names to values, for instance {'enable_thinking': False}")
     return dict(value)
@@ -337,13 +337,13 @@ Check = Callable[[str, Any], Any]
 
 
 def setting(default: Any, check: Check, none: bool = False) -> Any:
-    """A field of a frozen dataclass whose __post_init__ calls `convert`. none: None has a meaning of its own and stays; a
-    default of None always does."""
+    """A field of a frozen dataclass whose __post_init__ calls `convert`. none: None is a value of its own and is kept; without
+    it, None becomes the default."""
     return dataclasses.field(default=default, metadata={"check": check, "none": none})
 
 
 def required(check: Check) -> Any:
-    """The same without a default."""
+    """Such a field without a default."""
     return dataclasses.field(metadata={"check": check, "none": False})
 
 

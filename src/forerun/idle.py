@@ -1,4 +1,4 @@
-"""Says once, as a warning, why a drafter that is configured does not draft."""
+"""A warning, given once, that a configured drafter does not draft, with the reason."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from forerun.engine.policy import Policy
 from forerun.engine.stats import DraftStats
 
 LOG = logging.getLogger("forerun")
-MANY = 200  # verify steps of rows after which a drafter might have drafted something
+MANY = 200  # verify steps; a drafter that drafts nothing in as many is reported
 
 NOTHING_FOUND = {
-    "ngram": "no text came twice, or drafts of it did not pay",
-    "ngram_gpu": "no text came twice, or drafts of it did not pay",
-    "suffix": "no text came twice, or drafts of it did not pay",
+    "ngram": "no text occurred twice, or drafts of it did not pay",
+    "ngram_gpu": "no text occurred twice, or drafts of it did not pay",
+    "suffix": "no text occurred twice, or drafts of it did not pay",
     "draft_model": "its drafts did not pay, or its context is full",
-    "prediction": "the predictions left the answers at once, or drafts of them did not pay",
+    "prediction": "the answers differ from the predictions at the start, or drafts of them did not pay",
 }
 
 
 class IdleDrafter:
-    """Of one engine. context: how many tokens the drafter can see; None where there is no limit of its own."""
+    """Watches the requests of one engine. speculation: its settings; without them nothing is reported. sequences: its
+    max_num_seqs. context: the drafter's context length in tokens; None if it has no limit of its own."""
 
     def __init__(self, speculation: Speculation | None, sequences: int, context: int | None) -> None:
-        """Warns if the schedule never drafts, however many of these sequences run."""
+        """Warns if the schedule has k = 0 for every number of running sequences."""
         self._speculation, self._context = speculation, context
         self._said = False
         policy = Policy(speculation)
@@ -33,7 +34,8 @@ class IdleDrafter:
             self._say(f"num_speculative_tokens_per_batch_size={schedule} has k = 0 wherever 1 to {sequences} sequences run")
 
     def asked(self, prompt: int, prediction: bool) -> None:
-        """A request came, with a prompt of so many tokens and a prediction or none: warns if nothing can be drafted for it."""
+        """Call this for each request. Warns if nothing can be drafted for it. prompt: its length in tokens; prediction: whether
+        it has one."""
         if self._speculation is None:
             return
         if self._speculation.method == "prediction" and not prediction:
@@ -42,7 +44,7 @@ class IdleDrafter:
             self._say(f"a prompt of {prompt} tokens is not shorter than the drafter's context of {self._context}")
 
     def ended(self, stats: DraftStats) -> None:
-        """All requests ended: warns if many steps had no draft at all."""
+        """Call this when all requests have ended. Warns if there were many steps and no draft."""
         if self._speculation is not None and stats.drafted == 0 and stats.steps >= MANY:
             self._say(f"not once in {stats.steps} steps: {NOTHING_FOUND[self._speculation.method]}")
 

@@ -1,6 +1,6 @@
-"""Options of the command line, each declared once, as a field of a dataclass. cli/parameters.py makes typer's parameters of
-the fields, and bench/options.py the command that repeats a run, the record's form and the rules for resuming. Needs no
-terminal library.
+"""How an option of the command line is declared: once, as a field of a dataclass. cli/parameters.py makes typer's parameters of
+the fields, and bench/options.py the command that repeats a run, the record's form and the rules for resuming. Needs no terminal
+library.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PANELS = (MODEL, SAMPLING, SPECULATION, ENGINE, RUN, LOAD, SERVERS, OUTPUT)
 
 
 class Scope(NamedTuple):
-    """When an option has a meaning. holds: a function of all options. remedy: what to do where it does not hold; {flag} stands
-    for the option's name."""
+    """Where an option has an effect. holds: a function of all options, True where it has one. remedy: of the error elsewhere;
+    {flag} stands for the option's flag."""
 
     holds: Callable[[Any], bool]
     remedy: str
@@ -28,15 +28,15 @@ class Scope(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is known of an option beyond its name, type and default.
+    """An option without its name, type and default, which are the field's.
 
-    flags: the long one, then the short one. separated: its values stand in one text, separated by commas; an option of several
-    values that is not separated is given once for each. choices: the words it takes. default_text: the default in words.
+    flags: the long one, then the short one. panel: the heading in the help. default_text: the default as the help shows it.
+    separated: several values are one text, separated by commas; otherwise several values are given one at a time. choices: the
+    words that it takes.
 
-    The rest concerns options that a record keeps. scope: when it may be given. stated: it is written on the command that
-    repeats a run whatever its value is, so that the command means the same with other defaults and under a time budget.
-    secret: its value may contain a secret. free: it may differ when a run is resumed, because it does not change what is
-    measured.
+    The others are for options that a record keeps. scope: where it may be given. stated: the command that repeats a run has it
+    even at its default, so that it means the same run with other defaults and under a time budget. secret: it may contain a
+    secret. free: it may differ when a run is resumed, because it does not change what is measured.
     """
 
     help: str
@@ -53,20 +53,20 @@ class Option:
 
 
 def option(default: Any, panel: str, help: str, *flags: str, **more: Any) -> Any:
-    """A field that is an option; more: the other attributes of Option. Without a long flag it is named after the field."""
+    """A field that is an option. more: other attributes of Option. Without a long flag the field's name becomes the flag."""
     return dataclasses.field(default=default, metadata={"option": Option(help, flags, panel, **more)})
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option:
-    """What `option` was given, with the flags complete."""
+    """The option of a field, with its long flag."""
     found: Option = field.metadata["option"]
     if any(flag.startswith("--") for flag in found.flags):
         return found
     return dataclasses.replace(found, flags=(f"--{field.name.replace('_', '-')}", *found.flags))
 
 
-def model() -> Any:
-    """The option --model, which several commands have. The two below are shared too."""
+def model_option() -> Any:
+    """--model. Like the two below, several commands have it."""
     return option(
         None,
         MODEL,
@@ -77,9 +77,9 @@ def model() -> Any:
     )
 
 
-def dtype(**more: Any) -> Any:
+def dtype_option(**more: Any) -> Any:
     return option("auto", MODEL, "Number format of weights and KV cache; auto: the checkpoint's.", choices=DTYPE.words, **more)
 
 
-def device(**more: Any) -> Any:
+def device_option(**more: Any) -> Any:
     return option("auto", MODEL, "The device to run on; auto: a GPU if there is one.", choices=DEVICE.words, **more)

@@ -1,4 +1,4 @@
-"""Text files and JSON Lines as a user gives them. What cannot be read is an error that names the file and the line."""
+"""Text files, JSON Lines and JSON that a user gives. An error names the file and the line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from forerun.checks import SettingError, require
 
-_OTHER = {  # how a file of another kind begins; UTF-32 before UTF-16, whose mark it begins with
+_OTHER = {  # the first bytes of other kinds of files; UTF-32 stands first, since its mark begins with that of UTF-16
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
@@ -21,8 +21,8 @@ _OTHER = {  # how a file of another kind begins; UTF-32 before UTF-16, whose mar
 
 
 def read(setting: str, path: Path) -> str:
-    """A file in UTF-8, without its byte-order mark if it has one. Raises SettingError, with the line where it is something
-    else. setting: the name of the option that gave the path."""
+    """The text of a file in UTF-8, without a byte-order mark. setting: the option that gave the path. The SettingError that
+    it raises names the line that is not UTF-8."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -31,7 +31,7 @@ def read(setting: str, path: Path) -> str:
 
 
 def decoded(setting: str, source: str, data: bytes) -> str:
-    """The same for bytes. source: where they are from."""
+    """The same for bytes. source: their origin, for messages."""
     for mark, kind in _OTHER.items():
         require(not data.startswith(mark), setting, source, f"it is {kind}; give it as plain text in UTF-8")
     data = data.removeprefix(b"\xef\xbb\xbf")
@@ -48,8 +48,8 @@ def decoded(setting: str, source: str, data: bytes) -> str:
 
 
 def json_lines(setting: str, path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a file in JSON Lines with the numbers of their lines, from 1. A line ends with a line feed and nothing
-    else: the characters that end a line in Unicode (U+2028, U+2029, U+0085) may stand in a text. Raises SettingError."""
+    """The objects of a file in JSON Lines, each with its line number, from 1. Only a line feed ends a line: a text may contain
+    the other line ends of Unicode (U+2028, U+2029, U+0085). Raises SettingError."""
     found = []
     for number, line in enumerate(read(setting, path).split("\n"), 1):
         if not line.strip(" \t\r"):

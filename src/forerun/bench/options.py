@@ -1,5 +1,5 @@
-"""The options of `forerun bench` as values: which of them go together, how a command line and a record hold them, and which may
-differ when a run is resumed. Knows no engine and starts nothing.
+"""The options of `forerun bench` that its record keeps: their declarations, which of them go together, their forms on a command
+line and in a record, and what may differ when a run is resumed. Knows no engine and starts nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, with_config
 
-from forerun import options
 from forerun.bench.engines.endpoint import Timeouts
 from forerun.bench.records.redaction import HIDDEN, hide, hide_command
 from forerun.bench.workloads.tasks import DEFAULT_TASKS, TASKS
 from forerun.checks import LARGEST, SettingError, Whole, require
-from forerun.options import LOAD, RUN, SERVERS, Scope, option, option_of
+from forerun.options import LOAD, RUN, SERVERS, Scope, device_option, dtype_option, model_option, option, option_of
 
 LIMITS = Timeouts()
 STARTED = Scope(lambda o: o.remote and not o.running, "it is for servers that are started here; give --engine vllm")
@@ -32,9 +31,9 @@ NO_TRACE = Scope(lambda o: o.trace is None, "a trace has requests of its own; le
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """In the order in which the command that repeats a run has them."""
+    """Their order is that of the command that repeats a run."""
 
-    model: str | None = options.model()
+    model: str | None = model_option()
     engine: str = option(
         "forerun", SERVERS,
         "forerun: the engine in this process. vllm, llamacpp, xllamacpp, sglang, tensorrt-llm: a server is started for each "
@@ -91,8 +90,8 @@ class Options:
         0, RUN, "Draw the first tokens after two prompts so many times from every arm, and test that all arms draw alike."
     )
     seed: int = option(0, RUN, "Of the sampled task, random; the same in every arm.")
-    dtype: str = options.dtype(scope=HERE)
-    device: str = options.device(scope=HERE)
+    dtype: str = dtype_option(scope=HERE)
+    device: str = device_option(scope=HERE)
     server_args: str = option(
         "", SERVERS, "More of the server's own flags, for every arm.", metavar="TEXT", scope=STARTED, secret=True
     )
@@ -151,7 +150,7 @@ class Options:
         return Timeouts(self.timeout_s, self.connect_timeout_s, self.idle_timeout_s)
 
     def check(self) -> None:
-        """Raises SettingError for options that do not go together. An option that would have no effect is an error."""
+        """Raises SettingError for options that do not go together, and for one that would have no effect."""
         for name, known in OPTIONS.items():
             value, default = getattr(self, name), getattr(DEFAULTS, name)
             if known.scope is not None and value != default and not known.scope.holds(self):
@@ -177,12 +176,12 @@ FORM = TypeAdapter(with_config(ConfigDict(extra="forbid"))(Options))
 
 
 def label(name: str) -> str:
-    """How messages name an option: its long flag without the dashes."""
+    """The option's name in messages: its long flag without the dashes."""
     return OPTIONS[name].flags[0].lstrip("-").replace("-", "_")
 
 
 def words(options: Options) -> list[str]:
-    """The command line that gives these options again, secrets left out."""
+    """The command line with these options, without secrets."""
     found, plain_values = ["forerun", "bench"], plain(options)
     for name, known in OPTIONS.items():
         value, flag = getattr(options, name), known.flags[-1]
@@ -201,17 +200,17 @@ def words(options: Options) -> list[str]:
 
 
 def plain(options: Options) -> dict[str, Any]:
-    """All of them as plain JSON values, secrets left out."""
+    """All options as plain JSON values, without secrets."""
     return {name: _hidden(name, value) for name, value in FORM.dump_python(options, mode="json").items()}
 
 
 def asked(options: Options) -> dict[str, Any]:
-    """What differs from the defaults, as plain JSON values, secrets left out."""
+    """The options that differ from their defaults, as plain JSON values, without secrets."""
     return {name: value for name, value in plain(options).items() if getattr(options, name) != getattr(DEFAULTS, name)}
 
 
 def read(values: Mapping[str, Any]) -> Options:
-    """The options that `asked` wrote. Raises SettingError for an unknown name and a value of another type."""
+    """The options from the values of `asked`. Raises SettingError for an unknown name and for a value of another type."""
     try:
         return FORM.validate_python(dict(values))
     except ValueError as error:
@@ -220,8 +219,8 @@ def read(values: Mapping[str, Any]) -> Options:
 
 
 def resumed(stored: Mapping[str, Any], given: Mapping[str, Any]) -> Options:
-    """The options of an interrupted run. stored: as its record has them. given: the options that are given again, by name; each
-    must be what it was, unless it is free. Secrets have to be given again, since no record has them. Raises SettingError."""
+    """The options with which a run is resumed. stored: those of its record. given: those that are given again, by name, which
+    must be equal unless they are free. Secrets must be given again, since no record has them. Raises SettingError."""
     before, now = plain(DEFAULTS) | dict(stored), plain(dataclasses.replace(DEFAULTS, **given))
     differing = [
         f"{label(name)}: {_said(before[name])} in the record, {_said(now[name])} now"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Those that the record does not keep."""
+    """The options that the record does not keep."""
 
     print_template: bool = option(False, SERVERS, "Print the engine's template and exit.")
     output: Path | None = option(

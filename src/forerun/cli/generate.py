@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun import options, textfile
+from forerun import textfile
 from forerun.checks import SettingError, require, written
 from forerun.cli.errors import tell
-from forerun.options import ENGINE, MODEL, OUTPUT, SAMPLING, SPECULATION, option
+from forerun.options import ENGINE, MODEL, OUTPUT, SAMPLING, SPECULATION, device_option, dtype_option, model_option, option
 
 if TYPE_CHECKING:
     from forerun.engine.stats import DraftStats
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Those of SAMPLING have the names that SamplingParams gives them."""
+    """The options of the panel SAMPLING have the names of SamplingParams."""
 
-    model: str | None = options.model()
+    model: str | None = model_option()
     chat: bool = option(False, MODEL, "Put the prompt through the model's chat template.")
     system: str | None = option(None, MODEL, "A system message; implies --chat.", metavar="TEXT")
     chat_template_kwargs: str | None = option(
@@ -35,8 +35,8 @@ class Options:
         "Variables for the chat template, for instance '{\"enable_thinking\": false}'; implies --chat.",
         metavar="JSON",
     )
-    dtype: str = options.dtype()
-    device: str = options.device()
+    dtype: str = dtype_option()
+    device: str = device_option()
     max_tokens: int = option(256, SAMPLING, "The most output tokens.", "-n")
     temperature: float = option(0.0, SAMPLING, "0 takes the most likely token each time (greedy).", "-t")
     top_k: int = option(0, SAMPLING, "Sample from the k most likely tokens; 0: no limit.")

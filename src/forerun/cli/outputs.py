@@ -1,4 +1,4 @@
-"""What `bench` and `report` make of a record: the terminal's tables, files, and the result of thresholds."""
+"""The outputs that `bench` and `report` make of a record: tables on the terminal, files, and the results of thresholds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Their options."""
+    """The options for what is written."""
 
     markdown: Path | None = option(None, OUTPUT, "Write the tables and sentences as Markdown.", metavar="FILE")
     html: Path | None = option(

@@ -1,4 +1,6 @@
-"""Makes typer's parameters of dataclasses of options, and of what typer parsed the dataclasses again."""
+"""Dataclasses of options (see forerun/options.py) as the parameters of a command: makes typer's parameters from the fields, and
+instances from the values that typer has parsed.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ Debug = Annotated[
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as typer takes it. A parameter that is a dataclass of options becomes an option for each field; the others
-    are typer's own. Every command gets --debug, and its errors are reported by plain_errors."""
+    """Make of a function what typer accepts as a command. A parameter that is a dataclass of options becomes an option for each
+    field; the others are declared as typer documents. Every command gets --debug, and plain_errors reports its errors."""
     signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)
     groups = {name: hints[name] for name in signature.parameters if dataclasses.is_dataclass(hints[name])}
     own = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values() if p.name not in groups]
@@ -39,7 +41,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def given_names(ctx: typer.Context) -> set[str]:
-    """The names of the options that are on the command line, as their fields are called."""
+    """The fields of the options that are on the command line."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
@@ -72,7 +74,7 @@ def _parameters(group: type) -> Iterable[inspect.Parameter]:
 
 
 def _words(name: str, choices: tuple[str, ...]) -> Any:
-    """An enumeration, which is how typer takes a choice of words."""
+    """An enumeration: typer's form of a choice of words."""
     members = {word: word for word in choices}
     return StrEnum(name, members)
 
@@ -82,7 +84,7 @@ def _by_panel(parameters: Iterable[inspect.Parameter]) -> list[inspect.Parameter
 
 
 def _instance(group: type[T], given: Mapping[str, Any]) -> T:
-    """A dataclass of options with the values that typer parsed. Raises SettingError."""
+    """The dataclass with the values that typer has parsed. Raises SettingError."""
     hints = get_type_hints(group)
     found = {}
     for field in dataclasses.fields(group):  # type: ignore[arg-type]
@@ -98,7 +100,7 @@ def _instance(group: type[T], given: Mapping[str, Any]) -> T:
 
 
 def _separated(option: Option, text: str, kind: type) -> tuple[Any, ...]:
-    """The values of a text that is separated by commas."""
+    """The values in a text that commas separate. Raises SettingError."""
     try:
         return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:
