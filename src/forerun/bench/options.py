@@ -8,16 +8,18 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-from pydantic import ConfigDict, TypeAdapter, with_config
+from typing import TYPE_CHECKING, Any
 
 from forerun.bench.engines.endpoint import Timeouts
 from forerun.bench.records.redaction import HIDDEN, hide, hide_command
 from forerun.bench.workloads.tasks import DEFAULT_TASKS, TASKS
 from forerun.checks import LARGEST, SettingError, Whole, require
 from forerun.options import LOAD, RUN, SERVERS, Scope, device_option, dtype_option, model_option, option, option_of
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 LIMITS = Timeouts()
 STARTED = Scope(lambda o: o.remote and not o.running, "it is for servers that are started here; give --engine vllm")
@@ -172,7 +174,6 @@ class Options:
 
 OPTIONS = {field.name: option_of(field) for field in dataclasses.fields(Options)}
 DEFAULTS = Options()
-FORM = TypeAdapter(with_config(ConfigDict(extra="forbid"))(Options))
 
 
 def label(name: str) -> str:
@@ -201,7 +202,7 @@ def words(options: Options) -> list[str]:
 
 def plain(options: Options) -> dict[str, Any]:
     """All options as plain JSON values, without secrets."""
-    return {name: _hidden(name, value) for name, value in FORM.dump_python(options, mode="json").items()}
+    return {name: _hidden(name, value) for name, value in _form().dump_python(options, mode="json").items()}
 
 
 def asked(options: Options) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def asked(options: Options) -> dict[str, Any]:
 def read(values: Mapping[str, Any]) -> Options:
     """The options from the values of `asked`. Raises SettingError for an unknown name and for a value of another type."""
     try:
-        return FORM.validate_python(dict(values))
+        return _form().validate_python(dict(values))
     except ValueError as error:
         name = error.errors()[0]["loc"][0]  # type: ignore[attr-defined]
         raise SettingError("options", name, "the record is of a version that had other options; measure again") from None
@@ -234,6 +235,14 @@ def resumed(stored: Mapping[str, Any], given: Mapping[str, Any]) -> Options:
         missing = ", ".join(label(name) for name in secret)
         raise SettingError("resume", missing, "the record does not hold what is secret; give these options again")
     return dataclasses.replace(read(stored), **given)
+
+
+@cache
+def _form() -> TypeAdapter[Options]:
+    """Converts options from and to the values of a record."""
+    from pydantic import ConfigDict, TypeAdapter, with_config
+
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(Options))
 
 
 def _said(value: Any) -> str:

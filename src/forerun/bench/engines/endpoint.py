@@ -7,10 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from forerun.bench.records.record import Counts, Facts, ServerCounters
 from forerun.checks import require
+
+if TYPE_CHECKING:
+    from forerun.bench.records.record import Counts, Facts, ServerCounters
 
 
 @dataclass(frozen=True, slots=True)
