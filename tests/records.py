@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import random
 from typing import Any
 
+from rich.console import Console
+
+from forerun.bench.pages import html, markdown, report, terminal
+from forerun.bench.pages.view import row
 from forerun.bench.records.record import (
     TIMES_UNKNOWN,
     Answer,
@@ -21,6 +26,7 @@ from forerun.bench.records.record import (
     Settings,
     Times,
 )
+from forerun.bench.records.summary import Cell
 
 SINGLE = Load()
 SWEEP = (Load("concurrency", 1, requests=4), Load("concurrency", 8, requests=16), Load("poisson", rate=2.0, requests=24))
@@ -167,3 +173,28 @@ def rich() -> Record:
         for i in range(3)
     ]
     return dataclasses.replace(made, batches=tuple(batches), differences=differences, first_tokens=tuple(first))
+
+
+def figures(cell: Cell) -> list[str]:
+    """The row of a cell in the table of figures."""
+    return row(cell, report.FIGURES)
+
+
+def waiting(cell: Cell) -> list[str]:
+    """The row of a cell in the table of waiting times."""
+    return row(cell, report.WAITING)
+
+
+def as_markdown(record: Record) -> str:
+    return markdown.markdown(report.view(record))
+
+
+def as_page(record: Record) -> str:
+    return html.page(report.view(record))
+
+
+def as_text(record: Record, width: int) -> str:
+    """What a terminal of that width shows."""
+    console = Console(width=width, record=True, file=io.StringIO())
+    terminal.show(report.view(record), console)
+    return console.export_text()

@@ -6,25 +6,24 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from rich.console import Console
 
 from forerun.bench.engines import arms
 from forerun.bench.engines.arms import BASELINE, CONTROL
 from forerun.bench.engines.endpoint import Ask, RequestFailed
 from forerun.bench.load import equality
 from forerun.bench.load.plan import Plan, interleaved
-from forerun.bench.pages import report
+from forerun.bench.pages import report, words
 from forerun.bench.records import record, summary
 from forerun.bench.records.record import Answer, Batch, Load, Record
 from forerun.bench.workloads import tasks as workloads
 from forerun.types import SettingError
+from tests.records import as_markdown, as_text, figures
 from tests.scripted import FAST, SPECIAL, Quiet, Script, Sent, scripted
 
 
@@ -39,6 +38,10 @@ def run(scripts: dict[str, Script], **plan: Any) -> Run:
     """A run of the scripts, by arm."""
     bench, watcher = scripted(scripts, **plan), Quiet()
     return Run(bench.measure(watcher), bench.log, watcher, bench.built)
+
+
+def by_name(cell: summary.Cell) -> dict[str, str]:
+    return dict(zip([column.name for column in report.FIGURES], figures(cell), strict=True))
 
 
 def cell(made: Record, arm: str, task: str = "return-code") -> summary.Cell:
@@ -80,16 +83,16 @@ def test_nothing_drafted_is_no_rate_rather_than_zero() -> None:
     made = run({"idle": Script()}).record
     idle = cell(made, "idle")
     assert idle.counts.acceptance_rate is None
-    shown = dict(zip(report.HEADER, report.row(idle), strict=True))
+    shown = by_name(idle)
     assert shown["accepted"] == "–" and shown["by position"] == "–" and shown["steps drafted"] == "–"
     assert shown["tokens/step"] == "1.00" and idle.verdict == "no difference"
-    assert "never had a draft" in str(report.sentence(idle, made))
+    assert "never had a draft" in str(words.sentence(idle, made))
 
 
 def test_drafted_and_never_accepted_is_a_rate_of_zero() -> None:
     wrong = cell(run({"wrong": Script(step_s=0.012, drafted=(4,), accepted=(0,))}).record, "wrong")
     assert wrong.counts.acceptance_rate == 0.0 and wrong.got == 1.0 and wrong.verdict == "slower"
-    assert dict(zip(report.HEADER, report.row(wrong), strict=True))["accepted"] == "0%"
+    assert by_name(wrong)["accepted"] == "0%"
 
 
 # verdicts
@@ -101,7 +104,7 @@ def test_slower_identical_and_short_runs() -> None:
     assert cell(made, "slow").verdict == "slower" and cell(made, "same").verdict == "no difference"
     short = run({"fast": FAST}, repetitions=3).record
     assert cell(short, "fast").verdict == "not enough data"
-    said = str(report.sentence(cell(short, "fast"), short))
+    said = str(words.sentence(cell(short, "fast"), short))
     assert "not enough data" in said and "--repetitions 4" in said
 
 
@@ -116,7 +119,7 @@ def test_a_difference_inside_that_of_the_baseline_from_itself_is_none() -> None:
     unsteady = dataclasses.replace(made, batches=tuple(drifting(b) for b in made.batches))
     assert summary.margin(unsteady, "return-code", Load()) == pytest.approx(0.04)
     assert cell(unsteady, "arm").verdict == "no difference"
-    assert any("baseline against itself" in w for w in report.warnings(unsteady))
+    assert any("baseline against itself" in w for w in words.warnings(unsteady))
 
 
 # what is sent
@@ -159,7 +162,7 @@ def test_what_each_task_asks_for() -> None:
     seeds = [ask.seed for ask in by_task["random"]]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3], "the same seed in every arm, another for each prompt"
     assert cell(made.record, "arm", "random").identical is None, "sampled answers are not compared"
-    assert any("random ids" in w for w in report.warnings(made.record))
+    assert any("random ids" in w for w in words.warnings(made.record))
 
 
 def test_the_prediction_drafter_is_given_what_a_user_would_expect() -> None:
@@ -229,7 +232,7 @@ def test_answers_that_differ_are_found_and_located() -> None:
     ]
     asked = [one.ask for one in made.log if one.ask.logprobs]
     assert len(asked) == 4 and all(ask.max_tokens == 41 for ask in asked), "the baseline is asked again, up to there"
-    (warning,) = [w for w in report.warnings(made.record) if w.startswith("off")]
+    (warning,) = [w for w in words.warnings(made.record) if w.startswith("off")]
     assert "return-code 1 at token 41" in warning and "near-tie" in warning
 
 
@@ -254,24 +257,24 @@ def test_a_failed_request_is_credited_nothing_and_shown() -> None:
     bad = cell(made, "bad")
     assert bad.failures == bad.requests > 0 and bad.tokens_per_s is None and bad.output_tokens == 0
     assert bad.speedup is None and bad.verdict == "not enough data" and bad.identical == (0, 0)
-    assert any("of 5 requests failed: no return-code 1" in w for w in report.warnings(made))
-    assert "no pair" in str(report.sentence(bad, made))
+    assert any("of 5 requests failed: no return-code 1" in w for w in words.warnings(made))
+    assert "no pair" in str(words.sentence(bad, made))
 
 
 def test_warnings_name_what_misleads() -> None:
     made = run({"warm": FAST._replace(cached=48)}, warmups=0, max_tokens=10).record
-    said = "\n".join(report.warnings(made))
-    for words in ("no warm-up", "240 prompt tokens came from the prefix cache", "shorter than 16 tokens"):
-        assert words in said
+    said = "\n".join(words.warnings(made))
+    for part in ("no warm-up", "240 prompt tokens came from the prefix cache", "shorter than 16 tokens"):
+        assert part in said
     busy = dataclasses.replace(made, machine=dataclasses.replace(made.machine, load=9.0, cores=2))
-    assert any("busy" in w for w in report.warnings(busy))
+    assert any("busy" in w for w in words.warnings(busy))
     idle = dataclasses.replace(made, machine=dataclasses.replace(made.machine, load=0.1, cores=2))
-    assert not any("busy" in w for w in report.warnings(idle))
+    assert not any("busy" in w for w in words.warnings(idle))
     one, two = made.settings.arms
     unequal = dataclasses.replace(
         made.settings, arms=(one, dataclasses.replace(two, engine={**two.engine, "max_model_len": 256}))
     )
-    assert any("max_model_len=256" in w for w in report.warnings(dataclasses.replace(made, settings=unequal)))
+    assert any("max_model_len=256" in w for w in words.warnings(dataclasses.replace(made, settings=unequal)))
 
 
 # the record
@@ -281,7 +284,7 @@ def test_a_record_comes_back_equal_and_says_the_same(tmp_path: Path) -> None:
     made = run({"fast": FAST, "off": Script(change=other_from(3))}, tasks=("copy", "random"), control=True).record
     record.save(made, tmp_path / "run.json")
     back = record.load(tmp_path / "run.json")
-    assert back == made and report.markdown(back) == report.markdown(made)
+    assert back == made and as_markdown(back) == as_markdown(made)
     assert isinstance(back.batches[0].answers[0], Answer) and isinstance(back.batches[0].answers[0].token_ids, tuple)
     raw = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
     assert (
@@ -306,17 +309,15 @@ def test_a_file_that_is_no_record_is_refused() -> None:
 
 def test_terminal_and_markdown_say_the_same() -> None:
     made = run({"fast": FAST, "slow": Script(step_s=0.02, drafted=(4,), accepted=(0,))}, tasks=("copy", "explain")).record
-    console = Console(width=200, record=True, file=io.StringIO())
-    report.show(made, console)
-    shown, written = console.export_text(), report.markdown(made)
+    shown, written = as_text(made, 200), as_markdown(made)
     for c in summary.cells(made):
-        for figure in report.row(c):
+        for figure in figures(c):
             assert figure in shown and figure in written
-        assert " ".join(report.row(c)) in " ".join(shown.split()), "the whole row, in order"
-        said = report.sentence(c, made)
+        assert " ".join(figures(c)) in " ".join(shown.split()), "the whole row, in order"
+        said = words.sentence(c, made)
         assert said is None or (said in shown and f"- {said}" in written)
     assert "copy, fast: speculation pays, 1.64 times the baseline's speed (1.64 to 1.64)." in written
-    assert "needed 1.25 tokens to break even; it got 2.25." in written
+    assert "It needed 1.25 tokens a step to break even and got 2.25." in written
     assert "explain, slow: speculation does not pay" in written
 
 
@@ -376,18 +377,14 @@ def test_a_plan_says_how_many_batches_it_will_be() -> None:
 
 def test_the_table_fits_a_terminal_of_80_columns() -> None:
     made = run({"ngram k=4": FAST, "suffix": Script(step_s=0.1, drafted=(16, 0), accepted=(9, 0))}).record
-    console = Console(width=80, record=True, file=io.StringIO())
-    report.show(made, console)
-    shown = console.export_text()
+    shown = as_text(made, 80)
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
     for c in summary.cells(made):
-        assert " ".join(report.row(c)[:-1]) in " ".join(shown.split()), "no figure is cut off or wrapped"
+        assert " ".join(figures(c)[:-1]) in " ".join(shown.split()), "no figure is cut off or wrapped"
     perfect = run({"a drafter with a long name": Script(drafted=(16,), accepted=(16,), step_s=0.0001)}).record
-    console = Console(width=80, record=True, file=io.StringIO())
-    report.show(perfect, console)
-    words = console.export_text().split()
-    for figure in report.row(cell(perfect, "a drafter with a long name"))[1:-1]:
-        assert set(figure.split()) <= set(words), "names and positions may wrap; figures are whole"
+    said = as_text(perfect, 80).split()
+    for figure in figures(cell(perfect, "a drafter with a long name"))[1:-1]:
+        assert set(figure.split()) <= set(said), "names and positions may wrap; figures are whole"
 
 
 def test_a_hopeless_spread_is_not_answered_with_more_repetitions() -> None:
@@ -402,5 +399,5 @@ def test_a_hopeless_spread_is_not_answered_with_more_repetitions() -> None:
         )
 
     uneven_record = dataclasses.replace(made, batches=tuple(uneven(b) for b in made.batches))
-    said = str(report.sentence(cell(uneven_record, "arm"), uneven_record))
+    said = str(words.sentence(cell(uneven_record, "arm"), uneven_record))
     assert "not enough data" in said and "quieter" in said and "--repetitions" not in said

@@ -14,9 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from forerun import __version__, cli
-from forerun.bench.pages import report
 from forerun.bench.records import record
 from tests import reference
+from tests.records import as_markdown
 from tests.tiny import tiny_model
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
@@ -235,7 +235,7 @@ def test_bench_on_the_real_engine(model: str, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     made = record.load(output)
     assert made.finished and len(made.batches) == 6 * 4 * 2 and made.settings.tasks == tuple(tasks.split(","))
-    assert markdown.read_text(encoding="utf-8") == report.markdown(made)
+    assert markdown.read_text(encoding="utf-8") == as_markdown(made)
     assert str(output) in shown.stdout and "not enough data" in shown.stdout
     for batch in made.batches:
         (answer,) = batch.answers

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from forerun.bench.pages import charts, html, report, svg, words
+from forerun.bench.pages import changes, charts, html, svg, words
+from forerun.bench.pages.view import Axis, Chart, Mark, Plot, Row
 from forerun.bench.records import summary
-from forerun.bench.records.statistics import Ratio, spread
+from forerun.bench.records.record import Record
+from forerun.bench.records.statistics import Ratio
 from tests import browser
-from tests.records import SWEEP, Way, fake, rich, server
+from tests.records import SWEEP, Way, as_page, fake, figures, rich, server, waiting
 
 PLAIN = {"baseline": Way(10.0), "ngram": Way(12.5, 4, (4, 1, 0, 0))}
 WINDOWS = {"desktop": (1280, 900, False), "phone": (390, 844, True), "small phone": (320, 568, True)}
@@ -54,13 +56,13 @@ def pages() -> dict[str, str]:
     one, two = fake(PLAIN, ("copy", "explain")), fake(PLAIN, ("copy",), noise=0.02)
     two = dataclasses.replace(two, started="2026-11-08T12:00:00+00:00")
     return {
-        "rich": html.page(rich()),
-        "plain": html.page(one),
-        "server": html.page(server(one)),
-        "little": html.page(fake(PLAIN, repetitions=1)),
-        "interrupted": html.page(dataclasses.replace(one, finished=False, batches=one.batches[:3])),
-        "nothing": html.page(dataclasses.replace(one, finished=False, batches=())),
-        "compared": html.changes_page(one, [two, two]),
+        "rich": as_page(rich()),
+        "plain": as_page(one),
+        "server": as_page(server(one)),
+        "little": as_page(fake(PLAIN, repetitions=1)),
+        "interrupted": as_page(dataclasses.replace(one, finished=False, batches=one.batches[:3])),
+        "nothing": as_page(dataclasses.replace(one, finished=False, batches=())),
+        "compared": html.page(changes.view(one, two), changes.view(one, two)),
     }
 
 
@@ -98,7 +100,7 @@ def test_the_page_says_what_the_record_says() -> None:
     answer, arms = words.headline(made)
     assert text.count(f"{answer}.") == 1 and all(said in text for _, said in arms)
     for c in summary.cells(made):
-        for figure in [*report.row(c)[1:], *report.latency_row(c)[1:]]:
+        for figure in [*figures(c)[1:], *waiting(c)[1:]]:
             assert figure in text, (c.task, c.load.label, c.arm)
         if c.speedup is not None:
             assert f"{c.speedup.mean:.2f}×" in text
@@ -120,7 +122,7 @@ def test_verdicts_are_told_by_sign_and_word_and_not_by_colour_alone() -> None:
 def test_what_others_wrote_cannot_become_markup() -> None:
     made = fake({"baseline": Way(10.0), "<script>alert(1)</script>": Way(12.5, 4, (4,))}, ("copy",), command=("x", "<i>&"))
     made = dataclasses.replace(made, notes=("<img src=x onerror=alert(1)>",))
-    for page in (html.page(made), html.changes_page(made, [made])):
+    for page in (as_page(made), html.page(changes.view(made, made))):
         assert "<script" not in page and "<i>&" not in page and "<img" not in page
         assert "&lt;script&gt;" in page
 
@@ -135,60 +137,80 @@ def test_options_in_a_sentence_stay_on_one_line() -> None:
 @pytest.mark.parametrize(
     "axis, expected",
     [
-        (svg.Axis(0.7, 7.0, log=True), [1, 2, 3, 5]),
-        (svg.Axis(0.9, 1.3, log=True), [0.9, 1.0, 1.1, 1.2, 1.3]),
-        (svg.Axis(0, 100), [0, 20, 40, 60, 80, 100]),
-        (svg.Axis(0, 0.035), [0, 0.01, 0.02, 0.03]),
-        (svg.Axis(0.01, 1000, log=True), [0.01, 0.1, 1, 10, 100, 1000]),
+        (Axis(0.7, 7.0, log=True), [1, 2, 3, 5]),
+        (Axis(0.9, 1.3, log=True), [0.9, 1.0, 1.1, 1.2, 1.3]),
+        (Axis(0, 100), [0, 20, 40, 60, 80, 100]),
+        (Axis(0, 0.035), [0, 0.01, 0.02, 0.03]),
+        (Axis(0.01, 1000, log=True), [0.01, 0.1, 1, 10, 100, 1000]),
     ],
 )
-def test_ticks_are_round_and_few(axis: svg.Axis, expected: list[float]) -> None:
-    assert axis.ticks() == pytest.approx(expected)
+def test_ticks_are_round_and_few(axis: Axis, expected: list[float]) -> None:
+    assert svg.ticks(axis) == pytest.approx(expected)
 
 
 def test_axes() -> None:
-    log = svg.Axis(0.5, 2.0, log=True)
-    assert log.at(1.0) == pytest.approx(0.5) and log.at(4.0) == 1.0 and log.at(0.1) == 0.0
-    assert svg.around([3.0, 12.0]).low == 0.0 and svg.around([0.0]).high == 1.0
-    assert svg.Axis(1.0, 1.0).ticks() == [1.0] and svg.Axis(1.0, 1.0).at(1.0) == 0.5
+    log = Axis(0.5, 2.0, log=True)
+    assert svg.at(log, 1.0) == pytest.approx(0.5) and svg.at(log, 4.0) == 1.0 and svg.at(log, 0.1) == 0.0
+    assert charts.around([3.0, 12.0]).low == 0.0 and charts.around([0.0]).high == 1.0
+    assert svg.ticks(Axis(1.0, 1.0)) == [1.0] and svg.at(Axis(1.0, 1.0), 1.0) == 0.5
+
+
+def drawn(axis: Axis, *marks: Mark) -> str:
+    return str(svg.row(Row("arm", "", "said", marks), axis))
 
 
 def test_an_interval_stands_where_its_figures_are() -> None:
-    axis = svg.Axis(0.5, 2.0, log=True)
-    drawn = str(svg.interval(Ratio(5, 1.0, 2**-0.5, 2**0.5), axis, "same", "said"))
-    assert 'x1="25.00%" y1="15.0" x2="75.00%"' in drawn and 'cx="50.00%"' in drawn and "<title>said</title>" in drawn
-    beyond = str(svg.interval(Ratio(5, 1.0, 0.1, 1.1), axis, "same", "said"))
+    axis = Axis(0.5, 2.0, log=True)
+    inside = drawn(axis, *charts.ratio_marks(Ratio(5, 1.0, 2**-0.5, 2**0.5), "no difference"))
+    assert 'x1="25.00%" y1="13.0" x2="75.00%"' in inside and 'cx="50.00%"' in inside and "<title>said</title>" in inside
+    beyond = drawn(axis, *charts.ratio_marks(Ratio(5, 1.0, 0.1, 1.1), "no difference"))
     assert "M5 -4L0 0L5 4" in beyond and "M-5 -4" not in beyond, "an arrow where it goes on, and only there"
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    assert 'x="0.00%" y="3.0" width="25.00%"' in str(svg.bar(25.0, svg.Axis(0, 100), 1, ""))
-    stacked = re.findall(r'x="([\d.]+)%" y="3.0" width="([\d.]+)%"', str(svg.stack([10.0, 30.0], svg.Axis(0, 100), "")))
-    assert stacked == [("0.00", "10.00"), ("10.00", "30.00")]
-    lengths = [float(x) for x in re.findall(r'<rect[^>]* height="([\d.]+)"', str(svg.histogram([0.5, 0.25, 0.25], 1, "")))]
+    assert 'x="0.00%" y="7.0" width="25.00%"' in drawn(Axis(0, 100), Mark("bar", "c1", 0.0, 25.0))
+    stack = drawn(Axis(0, 100), Mark("bar", "p0", 0.0, 10.0), Mark("bar", "p1", 10.0, 40.0))
+    assert re.findall(r'x="([\d.]+)%" y="7.0" width="([\d.]+)%"', stack) == [("0.00", "10.00"), ("10.00", "30.00")]
+    bars = str(svg.row(Row("arm", "", "said", histogram=[0.5, 0.25, 0.25]), None))
+    lengths = [float(x) for x in re.findall(r'<rect[^>]* height="([\d.]+)"', bars)]
     assert lengths[0] == pytest.approx(2 * lengths[1]) and lengths[1] == lengths[2]
-    values = spread([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert values is not None
-    assert 'x="20.00%" y="7.0" width="20.00%"' in str(svg.ranges(values, svg.Axis(0, 10), 0, "")), "the middle half: 2 to 4"
 
 
-def test_series_differ_by_mark_and_not_by_colour_alone() -> None:
-    drawn = [svg.mark(i, 0.5, 10).split(' d="')[1] for i in range(len(svg.MARKS))]
-    assert len(set(drawn)) == len(svg.MARKS) >= 6
+def test_requests_times_are_drawn_from_least_to_largest_with_the_middle_half() -> None:
+    made = fake(PLAIN, repetitions=20, noise=0.1)
+    waits = next(section for section in charts.sections(made, summary.cells(made), ()) if section.id == "waiting")
+    row, ttft = waits.charts[0].drawings[0].rows[0], summary.cells(made)[0].ttft
+    assert ttft is not None and ttft.p95 is not None
+    assert [(m.kind, m.low, m.high) for m in row.marks] == [
+        ("line", 1000 * ttft.least, 1000 * ttft.largest),
+        ("bar", 1000 * ttft.lower, 1000 * ttft.upper),
+        ("symbol", 1000 * ttft.p95, 0.0),
+        ("stroke", 1000 * ttft.median, 0.0),
+    ]
+
+
+def test_arms_differ_by_symbol_and_not_by_colour_alone() -> None:
+    shapes = [svg.symbol(i, 0.5, 10).split(' d="')[1] for i in range(len(svg.SYMBOLS))]
+    assert len(set(shapes)) == len(svg.SYMBOLS) >= 6
+
+
+def plot(made: Record, section: str) -> tuple[Chart, str]:
+    """The only chart of a section, and its plot as it is drawn."""
+    (chart,) = next(one.charts for one in charts.sections(made, summary.cells(made), ()) if one.id == section)
+    assert isinstance(chart.drawings[0], Plot)
+    return chart, svg.plot(chart.drawings[0])
 
 
 def test_no_line_leads_from_requests_at_once_to_requests_by_the_clock() -> None:
-    made = fake(PLAIN, loads=SWEEP)
-    (chart,) = charts.sweep(made, summary.cells(made), {"baseline": 0, "ngram": 1})
-    assert chart.picture.count('class="mark c1"') == 3 and chart.picture.count('class="line c1"') == 1
+    _, picture = plot(fake(PLAIN, loads=SWEEP), "sweep")
+    assert picture.count('class="mark c1"') == 3 and picture.count('class="line c1"') == 1
 
 
 def test_shares_of_a_handful_of_drafts_are_in_the_table_only() -> None:
     """A draft gets past the first position in 1 of 2 steps: of 16 steps 8 get to the second, of 160 steps 80."""
-    for repetitions, drawn in ((1, 1), (8, 4)):
-        made = fake({"baseline": Way(10.0), "ngram": Way(12.5, 4, (4, 0))}, repetitions=repetitions)
-        (chart,) = charts.drafting(made, summary.cells(made), {"baseline": 0, "ngram": 1})
-        assert chart.picture.count('class="hollow c1"') == drawn and chart.picture.count('class="mark c1"') == 4
+    for repetitions, shown in ((1, 1), (8, 4)):
+        chart, picture = plot(fake({"baseline": Way(10.0), "ngram": Way(12.5, 4, (4, 0))}, repetitions=repetitions), "drafting")
+        assert picture.count('class="hollow c1"') == shown and picture.count('class="mark c1"') == 4
         assert "–" not in chart.tables[1].rows[0]
 
 

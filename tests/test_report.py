@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import random
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from forerun.bench.pages import changes, report, words
+from forerun.bench import formats
+from forerun.bench.pages import changes, markdown, words
 from forerun.bench.records import compare, record, summary
 from forerun.bench.records.record import Batch, Chunk, Counts, FirstTokens, Load, Record
 from forerun.bench.records.summary import Cell
 from forerun.cli import app
 from forerun.types import SettingError
-from tests.records import SWEEP, Way, fake, rich, server
+from tests.records import SWEEP, Way, as_markdown, as_text, fake, figures, rich, server, waiting
 
 NGRAM = Way(12.5, 4, (4, 1, 0, 0))  # 9 tokens in 4 steps
 ARMS = {"baseline": Way(10.0), "ngram": NGRAM}
@@ -29,10 +28,8 @@ def cell(made: Record, arm: str, task: str = "copy", load: Load | None = None) -
     return found
 
 
-def shown(made: Record, width: int) -> str:
-    console = Console(width=width, record=True, file=io.StringIO())
-    report.show(made, console)
-    return console.export_text()
+def compared(before: Record, after: Record) -> str:
+    return markdown.markdown(changes.view(before, after))
 
 
 def change(made: Record, **fields: object) -> Record:
@@ -58,13 +55,13 @@ def test_percentiles_need_as_many_requests() -> None:
     few, many = fake(ARMS, repetitions=19), fake(ARMS, loads=(Load(requests=20),), repetitions=5)
     assert cell(few, "ngram").ttft.p95 is None  # type: ignore[union-attr]
     assert cell(many, "ngram").ttft.p95 is not None and cell(many, "ngram").ttft.p99 is not None  # type: ignore[union-attr]
-    assert report.spread(cell(few, "ngram").ttft, 1000) == "100" and report.spread(None, 1) == "–"
-    assert report.spread(cell(many, "ngram").ttft, 1000) == "100 100 100"
+    assert formats.spread(cell(few, "ngram").ttft, 1000) == "100" and formats.spread(None, 1) == "–"
+    assert formats.spread(cell(many, "ngram").ttft, 1000) == "100 100 100"
 
 
 @pytest.mark.parametrize("value, said", [(0.1234, "0.123"), (1.236, "1.24"), (12.36, "12.4"), (123.6, "124"), (4321.0, "4321")])
 def test_three_digits(value: float, said: str) -> None:
-    assert report.digits(value) == said
+    assert formats.digits(value) == said
 
 
 def test_open_loop_speed_is_what_a_request_sees() -> None:
@@ -91,7 +88,7 @@ def test_a_server_that_counts_no_steps_gives_the_same_figures() -> None:
     assert told.got == own.got == pytest.approx(72 / 32) and told.step_s == pytest.approx(0.0125)
     assert told.needed == pytest.approx(1.25), "the baseline counts nothing: each of its tokens is a step"
     assert told.split == summary.Split(pytest.approx(0.01), pytest.approx(0.2), pytest.approx(0.5), by_server=True)
-    assert "(server)" in report.latency_row(told)[-1] and told.parts is None
+    assert "(server)" in waiting(told)[-1] and told.parts is None
 
 
 def test_steps_are_unknown_where_a_request_failed_or_the_counts_do_not_fit() -> None:
@@ -104,7 +101,7 @@ def test_steps_are_unknown_where_a_request_failed_or_the_counts_do_not_fit() -> 
 
     c = cell(dataclasses.replace(made, batches=tuple(map(fails, made.batches))), "ngram")
     assert c.failures == 1 and c.got is None and c.joint == [] and c.step_s is None and c.acceptance_rate is not None
-    assert report.row(c)[6] == "–" and report.row(c)[0] == "ngram (1/5 failed)"
+    assert figures(c)[6] == "–" and figures(c)[0] == "ngram (1/5 failed)"
     beyond = Counts(0, 10, 400, 400, (100,) * 4, (100,) * 4)
     foreign = tuple(dataclasses.replace(b, drafting=beyond) if b.arm == "ngram" else b for b in made.batches)
     assert cell(dataclasses.replace(made, batches=foreign), "ngram").got is None, "more accepted than were delivered"
@@ -151,20 +148,20 @@ def test_the_title_says_by_which_instruction_set(isa: str | None, told: str) -> 
 def test_tables_fit_their_terminal_and_hold_every_figure() -> None:
     made = rich()
     for width in (80, 100, 120):
-        said = shown(made, width)
+        said = as_text(made, width)
         assert max(len(line.rstrip()) for line in said.splitlines()) <= width
         for c in summary.cells(made):
-            for figure in report.row(c)[1:6]:
+            for figure in figures(c)[1:6]:
                 assert set(figure.split()) <= set(said.split()), "no figure is cut off"
-    assert all(label in shown(made, 80) for label in ("c=1", "c=8", "2/s"))
-    assert " ".join(report.latency_row(cell(made, "suffix"))[1:]) in " ".join(shown(made, 120).split())
+    assert all(label in as_text(made, 80) for label in ("c=1", "c=8", "2/s"))
+    assert " ".join(waiting(cell(made, "suffix"))[1:]) in " ".join(as_text(made, 120).split())
 
 
 def test_markdown_has_everything_once() -> None:
     made = rich()
-    written = report.markdown(made)
+    written = as_markdown(made)
     for c in summary.cells(made):
-        for line in (report.row(c), report.latency_row(c)):
+        for line in (figures(c), waiting(c)):
             assert written.count("| " + " | ".join([c.load.label, *line]) + " |") >= 1
     for warning in words.warnings(made):
         assert f"- Note: {warning}" in written
@@ -237,7 +234,7 @@ def test_sampled_first_tokens_that_are_biased_are_told_on() -> None:
     )
     assert [(d.arm, d.comparison.finding) for d in summary.draws(made)] == [("good", "same"), ("bad", "different")]
     assert [w.split(":")[0] for w in words.warnings(made) if "same distribution" in w] == ["bad"]
-    assert "no sign of another distribution" in shown(made, 100)
+    assert "no sign of another distribution" in as_text(made, 100)
 
 
 def test_log_probabilities_are_used_where_they_are_those_of_the_samples() -> None:
@@ -278,7 +275,7 @@ def test_the_same_run_again_is_no_change() -> None:
     made = fake(ARMS, ("copy", "explain"), noise=0.01)
     for c in compare.changes(made, later(made)):
         assert c.same_prompts and c.speed and c.speed.mean == pytest.approx(1.0) and c.speed_verdict == "no difference"
-    said = changes.markdown(made, later(made))
+    said = compared(made, later(made))
     assert "**Speculation gains as much as before.**" in said and "not interleaved" in said and "not paired" in said
 
 
@@ -292,7 +289,7 @@ def test_a_faster_machine_changes_speeds_and_no_speedup() -> None:
     assert found["baseline"].speed_verdict == found["ngram"].speed_verdict == "faster"
     assert found["ngram"].speedup_verdict == "no difference" and found["baseline"].speedup_verdict is None
     assert found["ngram"].speed and found["ngram"].speed.mean == pytest.approx(2.0, rel=0.03)
-    assert "\nThe baseline itself came out 1.98 times as fast as before.\n" in changes.markdown(made, twice)
+    assert "\nThe baseline itself came out 1.98 times as fast as before.\n" in compared(made, twice)
 
 
 def test_a_slower_drafter_is_found_and_said() -> None:
@@ -318,7 +315,7 @@ def test_other_prompts_are_not_paired() -> None:
     before, after = fake(ARMS, noise=0.01), fake(ARMS, noise=0.01, repetitions=6)
     (c, _) = compare.changes(before, later(after))
     assert not c.same_prompts and c.speed and c.speed.pairs == 5
-    assert "sent other prompts" in changes.markdown(before, later(after))
+    assert "sent other prompts" in compared(before, later(after))
 
 
 def test_what_the_runs_differ_in_is_said() -> None:
@@ -326,13 +323,13 @@ def test_what_the_runs_differ_in_is_said() -> None:
     after = later(fake({**ARMS, "new": Way(12.0, 2, (1,))}, ("copy",)))
     machine = dataclasses.replace(after.machine, cores=4)
     after = dataclasses.replace(after, versions={**after.versions, "torch": "2.14.0"}, machine=machine)
-    said = changes.markdown(before, after)
+    said = compared(before, after)
     assert "torch: 2.13.0 before, 2.14.0 after" in said and "cores: 2 before, 4 after" in said
     assert "only the earlier run has words, c=1, ngram" in said and "only the later run has copy, c=1, new" in said
     redrawn = later(fake({**ARMS, "ngram": Way(12.0, 2, (1,))}))
-    assert "ngram: the drafter's settings differ" in changes.markdown(before, redrawn)
+    assert "ngram: the drafter's settings differ" in compared(before, redrawn)
     with pytest.raises(SettingError, match="in common"):
-        changes.compare(before, fake(ARMS, ("explain",)))
+        changes.view(before, fake(ARMS, ("explain",)))
 
 
 # the command
@@ -345,7 +342,7 @@ def test_report_shows_again_and_compares(tmp_path: Path) -> None:
     files = lambda name: ["--markdown", str(tmp_path / f"{name}.md"), "--html", str(tmp_path / f"{name}.html")]  # noqa: E731
     run = CliRunner().invoke(app, ["report", str(one), *files("one")])
     assert run.exit_code == 0 and "speculation pays" in run.output
-    assert (tmp_path / "one.md").read_text(encoding="utf-8") == report.markdown(record.load(one))
+    assert (tmp_path / "one.md").read_text(encoding="utf-8") == as_markdown(record.load(one))
     assert "<h1>Yes, speculation pays here.</h1>" in (tmp_path / "one.html").read_text(encoding="utf-8")
     both = CliRunner().invoke(app, ["report", str(one), str(two), *files("both")])
     assert both.exit_code == 0 and "before → after" in both.output
@@ -377,4 +374,4 @@ def test_chunks_come_back_from_a_file(tmp_path: Path) -> None:
     record.save(made, tmp_path / "run.json.gz")
     back = record.load(tmp_path / "run.json.gz")
     assert back == made and back.batches[0].answers[0].chunks[0] == Chunk(0.1 * (back.batches[0].answers[0].ttft_s / 0.1), 1, 4)
-    assert report.markdown(back) == report.markdown(made)
+    assert as_markdown(back) == as_markdown(made)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import io
 import json
 import os
 import random
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from forerun import cli
@@ -25,12 +23,12 @@ from forerun.bench import run
 from forerun.bench.engines.arms import BASELINE
 from forerun.bench.engines.endpoint import Ask, RequestFailed
 from forerun.bench.load.plan import Step, missing, steps_of
-from forerun.bench.pages import junit, report, words
+from forerun.bench.pages import junit, words
 from forerun.bench.records import record, redaction, summary, thresholds
 from forerun.bench.records.keeping import Keeper
 from forerun.bench.records.record import Batch, Record, RecordFile
 from forerun.types import SettingError
-from tests.records import Way, fake
+from tests.records import Way, as_markdown, as_page, as_text, fake
 from tests.scripted import FAST, Bench, Quiet, Script, ScriptedSide, refused, scripted
 from tests.tiny import tiny_model
 
@@ -76,7 +74,7 @@ def test_a_run_that_ends_anywhere_is_resumed_to_the_same_record(
             part = first.kept[-1]
         assert not part.finished and len(part.batches) == at and part.batches == whole.batches[:at]
         assert not any(side.is_up for side in first.sides)
-        assert words.warnings(part) and report.markdown(part)
+        assert words.warnings(part) and as_markdown(part)
         rest = small({"fast": FAST}, together, repetitions=2)
         watcher = Quiet()
         made = rest.measure(watcher, part)
@@ -190,7 +188,7 @@ def test_whatever_breaks_the_rest_is_measured(seed: int) -> None:
     failed = [a for b in made.batches for a in b.answers if a.failed]
     assert all("broken" in str(a.failure) for a in failed) and all("broken" in said for said in made.given_up)
     assert not any(side.is_up for side in bench.sides) and Record.from_json(made.to_json()) == made
-    assert report.markdown(made)
+    assert as_markdown(made)
 
 
 def test_a_side_that_dies_is_brought_up_again_a_few_times() -> None:
@@ -250,9 +248,7 @@ def test_reasons_are_counted_by_kind_wherever_results_are_shown() -> None:
     made = scripted({"bad": FAST._replace(fault=fault)}, repetitions=4, concurrency=4, tasks=("explain",)).measure()
     (cell,) = [c for c in summary.cells(made) if c.arm == "bad"]
     assert cell.failures > 4 and sum(n for _, n in cell.reasons) == cell.failures and len(cell.reasons) == 2
-    from forerun.bench.pages import html
-
-    for text in (report.markdown(made), html.page(made), "\n".join(words.warnings(made))):
+    for text in (as_markdown(made), as_page(made), "\n".join(words.warnings(made))):
         assert "requests failed: HTTP 429: wait 5 s (" in text and "HTTP 401: no such key (" in text
 
 
@@ -263,9 +259,8 @@ def test_an_arm_that_answers_nothing_is_said_on_top() -> None:
     assert answer == "Nothing was measured: bad answered no request"
     assert arms == [("bad", "3 of 3 requests failed: HTTP 401: no such key")]
     assert any("bad was given up on explain" in w for w in words.warnings(made))
-    shown = io.StringIO()
-    report.show(made, Console(file=shown, width=200))
-    assert "bad: 3 of 3 requests failed: HTTP 401: no such key.\n" in shown.getvalue()
+    shown = "\n".join(line.rstrip() for line in as_text(made, 200).splitlines())
+    assert "bad: 3 of 3 requests failed: HTTP 401: no such key.\n" in shown
     for text in ("failures == 0", "speedup[bad] >= 0", "verdict != slower"):
         checks = thresholds.check(thresholds.parse([text]), made)
         assert not all(c.passed for c in checks) and "HTTP 401" in junit.junit(checks, made)
@@ -420,7 +415,7 @@ def test_resume_takes_the_options_of_the_record(model: str, tmp_path: Path) -> N
     made = record.load(path)
     assert made.finished and what(made.batches) == what(whole.batches) and made.batches[:7] == whole.batches[:7]
     assert made.settings.options == whole.settings.options and made.settings.command == whole.settings.command
-    assert (tmp_path / "r.md").read_text(encoding="utf-8") == report.markdown(made)
+    assert (tmp_path / "r.md").read_text(encoding="utf-8") == as_markdown(made)
     same = bench("--resume", str(path), "-m", model, *ASKED)
     assert same.exit_code == 0 and record.load(path).batches == made.batches, "the same options may be given again"
 
@@ -580,7 +575,7 @@ FAULTS: list[tuple[str, Exception, int, str]] = [
     ("forerun.bench.load.budget.pace_of", MemoryError(), 4, "MemoryError"),
     ("forerun.bench.load.budget.fitted", ZeroDivisionError("division by zero"), 4, "ZeroDivisionError: division by zero"),
     ("forerun.bench.run.measure", AssertionError(), 4, "AssertionError"),
-    ("forerun.bench.pages.report.terminal", TypeError("no\nlines"), 4, "TypeError: no"),
+    ("forerun.bench.pages.report.view", TypeError("no\nlines"), 4, "TypeError: no"),
     ("forerun.bench.pages.html.page", UnicodeEncodeError("utf-8", "x", 0, 1, "odd"), 4, "UnicodeEncodeError"),
 ]
 

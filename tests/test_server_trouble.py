@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import io
 import json
 import math
 import random
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from forerun.bench import run
 from forerun.bench.engines.arms import BASELINE
@@ -29,10 +27,11 @@ from forerun.bench.engines.sse import Event, EventReader
 from forerun.bench.load import latency
 from forerun.bench.load import sending as load
 from forerun.bench.load.patience import Patience
-from forerun.bench.pages import html, report, words
+from forerun.bench.pages import words
 from forerun.bench.records import record, summary
 from forerun.bench.records.record import Answer, Load, Record, ServerCounters
 from tests.mock_server import END, HEAD, MockServer, Script, chunk, events, response, stream
+from tests.records import as_markdown, as_page, as_text
 from tests.test_run import Quiet, Subject, plan
 
 TOKENS = 6
@@ -557,5 +556,5 @@ def test_no_run_is_lost(tmp_path: Path) -> None:
     for trouble in TROUBLE.values():
         assert trouble.note is None or trouble.note in notes
     assert f"{len(failed)} of {len(names)} requests failed" in notes
-    assert all(text.encode() for text in (report.markdown(made), html.page(made)))
-    report.show(made, Console(file=io.StringIO(), width=120))
+    assert all(text.encode() for text in (as_markdown(made), as_page(made)))
+    assert as_text(made, 120)

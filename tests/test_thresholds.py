@@ -9,14 +9,13 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from forerun.bench.pages import html, report
 from forerun.bench.pages.junit import junit
 from forerun.bench.records import record, thresholds
 from forerun.bench.records.record import Record
 from forerun.bench.records.thresholds import Check, check, exist, parse
 from forerun.cli import app
 from forerun.types import SettingError
-from tests.records import SWEEP, Way, fake, rich
+from tests.records import SWEEP, Way, as_markdown, as_page, fake, rich
 from tests.tiny import tiny_model
 
 FAST, IDLE = Way(12.5, 4, (4, 1, 0, 0)), Way(10.0)
@@ -209,8 +208,8 @@ def test_bench_measures_holds_against_thresholds_and_writes_all_files(
     assert "pass  failures == 0: explain, ngram k=4: 0 of 2" in result.output and "FAIL  speedup_low > 1000" in result.output
     assert ElementTree.parse(files["xml"]).getroot().get("failures") == "1"
     made_ = record.load(files["json"])
-    assert files["html"].read_text(encoding="utf-8") == html.page(made_)
-    assert files["md"].read_text(encoding="utf-8") == report.markdown(made_)
+    assert files["html"].read_text(encoding="utf-8") == as_page(made_)
+    assert files["md"].read_text(encoding="utf-8") == as_markdown(made_)
 
 
 def test_every_load_and_arm_is_asked_unless_one_is_named() -> None:

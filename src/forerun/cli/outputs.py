@@ -13,6 +13,7 @@ from forerun.options import OUTPUT, option
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from forerun.bench.pages.view import View
     from forerun.bench.records.record import Record
 
 
@@ -54,16 +55,23 @@ class Outputs:
 
         thresholds.exist(thresholds.parse(self.ci), tasks, loads, arms)
 
+    def show(self, views: Sequence[View], console: Console) -> None:
+        """Show what was made of records on the terminal, and write it as Markdown and as one page where asked for."""
+        from forerun.bench.pages import html, markdown, terminal
+
+        for view in views:
+            terminal.show(view, console)
+        if self.markdown is not None:
+            write(self.markdown, "\n".join(map(markdown.markdown, views)))
+        if self.html is not None:
+            write(self.html, html.page(*views))
+
     def write(self, record: Record, console: Console) -> bool:
         """Show the record and write the files. Returns whether every threshold holds."""
-        from forerun.bench.pages import html, junit, report
+        from forerun.bench.pages import junit, report
         from forerun.bench.records import thresholds
 
-        report.show(record, console)
-        if self.markdown is not None:
-            write(self.markdown, report.markdown(record))
-        if self.html is not None:
-            write(self.html, html.page(record))
+        self.show([report.view(record)], console)
         checks = thresholds.check(thresholds.parse(self.ci), record)
         if checks:
             console.print()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from forerun.checks import require
-from forerun.cli.outputs import Outputs, load_record, write
+from forerun.cli.outputs import Outputs, load_record
 
 
 def report(
@@ -30,7 +30,6 @@ def report(
     from rich.console import Console
 
     from forerun.bench.pages import changes
-    from forerun.bench.pages import html as pages
 
     console = Console()
     first, *others = [load_record(path) for path in files]
@@ -43,9 +42,4 @@ def report(
         if not outputs.write(first, console):
             raise typer.Exit(1)
         return
-    for later in others:
-        changes.show(first, later, console)
-    if outputs.markdown is not None:
-        write(outputs.markdown, "\n".join(changes.markdown(first, later) for later in others))
-    if outputs.html is not None:
-        write(outputs.html, pages.changes_page(first, others))
+    outputs.show([changes.view(first, later) for later in others], console)

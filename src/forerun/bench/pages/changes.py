@@ -1,32 +1,114 @@
-"""The comparison of two runs in words and tables: terminal and Markdown, the same rows. Its figures are compare.py's."""
+"""The view of a comparison of two runs. Its figures are compare.py's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from rich.console import Console, RenderableType
-from rich.text import Text
-
-from forerun.bench.pages.report import STYLE, interval, lined, listing, number, percent
-from forerun.bench.pages.words import listed, model_of, place
+from forerun.bench.formats import NONE, between, interval, listed, number, percent
+from forerun.bench.pages import charts
+from forerun.bench.pages.view import Axis, Column, Part, Row, Rows, View, table
+from forerun.bench.pages.words import command, model_of, place
 from forerun.bench.records.compare import Change, changes, differences, drift, unmatched
 from forerun.bench.records.record import Record
+from forerun.bench.records.statistics import Call, Ratio
 from forerun.types import SettingError
 
-HEADER = ("arm", "tokens/s", "change [95 %]", "", "speed-up", "change [95 %]", "", "accepted")
 UNPAIRED = (
-    "the runs were not interleaved and so are not paired: whatever changed of the machine between them is part of every change "
-    "of tokens/s. A change of the speed-up is not, for each run measured a baseline of its own."
+    "the runs were not interleaved and so are not paired: every change of the machine between them is part of a change of "
+    "tokens/s. It is not part of a change of the speed-up, because each run measured its own baseline."
 )
-NOTICED = 0.03  # a baseline that moved by more than that is said to have moved
+NOTICED = 0.03  # a baseline that changed by more than that is mentioned
 
 
-def title(before: Record, after: Record) -> str:
-    return f"{model_of(after)}: {before.started[:16]} against {after.started[:16]}".replace("T", " ")
+def _speeds(c: Change) -> str:
+    return f"{number(c.before.tokens_per_s, 1)} → {number(c.after.tokens_per_s, 1)}"
+
+
+def _speedups(c: Change) -> str:
+    b, a = c.before.speedup, c.after.speedup
+    return f"{b.mean:.2f} → {a.mean:.2f}" if b and a else NONE
+
+
+def _accepted(c: Change) -> str:
+    b, a = c.before.acceptance_rate, c.after.acceptance_rate
+    return NONE if b is None else f"{percent(b)} → {percent(a)}"
+
+
+SPEEDS = (
+    Column("tokens/s", lambda c: c.after.arm, left=True, wraps=True),
+    Column("before → after", _speeds),
+    Column("change [95 %]", lambda c: interval(c.speed)),
+    Column("verdict", lambda c: c.speed_verdict, left=True, wraps=True),
+)
+SPEEDUPS = (
+    Column("speed-up", lambda c: c.after.arm, left=True, wraps=True),
+    Column("before → after", _speedups),
+    Column("change [95 %]", lambda c: interval(c.speedup)),
+    Column("verdict", lambda c: c.speedup_verdict or NONE, left=True, wraps=True),
+    Column("accepted", _accepted),
+)
+
+
+def view(before: Record, after: Record) -> View:
+    """Raises SettingError if the runs have no cell in common."""
+    made = changes(before, after)
+    if not made:
+        remedy = "the runs have no task, load and arm in common; give records of the same tasks"
+        raise SettingError("report", f"{before.started} and {after.started}", remedy)
+    axis = charts.axis_of([r for c in made for r in (c.speed, c.speedup) if r is not None])
+    names = list(dict.fromkeys(_place(c, after) for c in made))
+    ratio = drift(made, after.settings.reference)
+    moved = ratio is not None and abs(ratio - 1) > NOTICED
+    other = ["the runs sent other prompts, so intervals of tokens/s include what differs between prompts."]
+    return View(
+        heading=f"{model_of(after)}: {before.started[:16]} against {after.started[:16]}".replace("T", " "),
+        answer=headline(made, after),
+        leads=[("", f"The baseline itself came out {ratio:.2f} times as fast as before.")] if moved else [],
+        title="What changed",
+        about="The later run over the earlier one, with 95 % intervals. The dashed line is no change. Tokens a second is what "
+        "each arm did. Speed-up is what speculation gained over the baseline of its own run, which the machine's state hardly "
+        "affects.",
+        parts=[_part(name, [c for c in made if _place(c, after) == name], axis) for name in names],
+        warnings=[
+            UNPAIRED,
+            *([] if all(c.same_prompts for c in made) else other),
+            *differences(before, after),
+            *unmatched(before, after),
+        ],
+        commands=[("Earlier run", command(before)), ("Later run", command(after))],
+    )
+
+
+def _place(c: Change, record: Record) -> str:
+    return place(c.after.task, c.after.load, record)
+
+
+def _part(name: str, here: Sequence[Change], axis: Axis) -> Part:
+    gains = [c for c in here if c.speedup_verdict is not None]
+    verdicts = [
+        Rows("Speed-up", [_row(c, c.speedup, c.speedup_verdict, f"{_speedups(c)}×", axis, gain=True) for c in gains], axis),
+        Rows("Tokens a second", [_row(c, c.speed, c.speed_verdict, f"{_speeds(c)} tokens/s", axis) for c in here], axis),
+    ]
+    tables = [table(f"{name}: tokens/s", SPEEDS, here), table(f"{name}: speed-up", SPEEDUPS, gains)]
+    return Part(name, "", [one for one in verdicts if one.rows], [], [one for one in tables if one.rows])
+
+
+def _row(c: Change, ratio: Ratio | None, call: Call | None, figures: str, axis: Axis, gain: bool = False) -> Row:
+    word = str(call)
+    return Row(
+        c.after.arm,
+        f"{ratio.mean:.2f}×" if ratio else NONE,
+        f"{c.after.arm}: from {figures}, change {interval(ratio)}; {call}",
+        charts.ratio_marks(ratio, call),
+        under=figures,
+        call=call,
+        word={"faster": "more", "slower": "less"}.get(word, word) if gain else word,
+        spread=between(ratio),
+    )
 
 
 def headline(made: Sequence[Change], record: Record) -> str:
-    """Where the speed-up changed, in a sentence."""
+    """Where the speed-up changed, in a sentence without its full stop."""
     judged = [c for c in made if c.speedup_verdict is not None and c.after.arm != record.settings.control]
     if not judged:
         return "The runs have no candidate in common"
@@ -35,93 +117,12 @@ def headline(made: Sequence[Change], record: Record) -> str:
         arms: dict[str, list[str]] = {}
         for c in judged:
             if c.speedup_verdict == call:
-                arms.setdefault(c.after.arm, []).append(place(c.after.task, c.after.load, record))
-        if arms:
-            here = [f"{arm} on {listed(places)}" for arm, places in arms.items()]
-            said.append(f"speculation gains {words} than before with {', with '.join(here)}")
+                arms.setdefault(c.after.arm, []).append(_place(c, record))
+        here = [f"{arm} on {listed(places)}" for arm, places in arms.items()]
+        said += [f"speculation gains {words} than before with {', with '.join(here)}"] if here else []
     if said:
         whole = "; ".join(said)
         return whole[0].upper() + whole[1:]
     if all(c.speedup_verdict == "no difference" for c in judged):
         return "Speculation gains as much as before"
     return "No certain change of the speed-up"
-
-
-def moved(made: Sequence[Change], record: Record) -> str | None:
-    """What became of the baseline itself, if it is worth a word."""
-    ratio = drift(made, record.settings.reference)
-    if ratio is None or abs(ratio - 1) <= NOTICED:
-        return None
-    return f"the baseline itself came out {ratio:.2f} times as fast as before."
-
-
-def row(change: Change) -> list[str]:
-    """In the order of HEADER."""
-    b, a = change.before, change.after
-    return [
-        a.arm,
-        f"{number(b.tokens_per_s, 1)} → {number(a.tokens_per_s, 1)}",
-        interval(change.speed),
-        change.speed_verdict,
-        f"{b.speedup.mean:.2f} → {a.speedup.mean:.2f}" if b.speedup and a.speedup else "–",
-        interval(change.speedup),
-        change.speedup_verdict or "–",
-        f"{percent(b.acceptance_rate)} → {percent(a.acceptance_rate)}" if b.acceptance_rate is not None else "–",
-    ]
-
-
-def notes(before: Record, after: Record, made: Sequence[Change]) -> list[str]:
-    """What to beware of beside a baseline that moved, first that the runs were not interleaved."""
-    found = [UNPAIRED]
-    if any(not c.same_prompts for c in made):
-        found.append("the runs sent other prompts, so intervals of tokens/s hold what differs between prompts, too.")
-    return found + differences(before, after) + unmatched(before, after)
-
-
-def compare(before: Record, after: Record) -> list[Change]:
-    """Raises SettingError if the runs have no cell in common."""
-    made = changes(before, after)
-    if not made:
-        raise SettingError(
-            "report", f"{before.started} and {after.started}", "the runs have no task, load and arm in common; give records "
-            "of the same tasks",
-        )  # fmt: skip
-    return made
-
-
-def by_place(made: Sequence[Change], record: Record) -> list[tuple[str, list[Change]]]:
-    names = list(dict.fromkeys(place(c.after.task, c.after.load, record) for c in made))
-    return [(name, [c for c in made if place(c.after.task, c.after.load, record) == name]) for name in names]
-
-
-def terminal(before: Record, after: Record) -> Iterator[RenderableType]:
-    made = compare(before, after)
-    yield Text(title(before, after))
-    yield Text(headline(made, after) + ".", style="bold")
-    if (said := moved(made, after)) is not None:
-        yield Text(said.capitalize())
-    for name, here in by_place(made, after):
-        yield Text()
-        yield Text(name, style="bold")
-        for caption, columns in (("tokens/s", [0, 1, 2, 3]), ("speed-up", [0, 4, 5, 6, 7])):
-            rows = [[r[i] for i in columns] for c in here if (r := row(c))[columns[1]] != "–"]
-            if rows:
-                yield listing(rows, (caption, "before → after", "change [95 %]", "", "accepted")[: len(columns)], STYLE)
-    yield Text()
-    for note in notes(before, after, made):
-        yield Text(f"Note: {note}", style="yellow")
-
-
-def show(before: Record, after: Record, console: Console) -> None:
-    for part in terminal(before, after):
-        console.print(part)
-
-
-def markdown(before: Record, after: Record) -> str:
-    made = compare(before, after)
-    lines = [f"### {title(before, after)}", "", f"**{headline(made, after)}.**", ""]
-    if (said := moved(made, after)) is not None:
-        lines += [said.capitalize(), ""]
-    for name, here in by_place(made, after):
-        lines += [f"**{name}**", "", *lined([row(c) for c in here], HEADER), ""]
-    return "\n".join([*lines, *[f"- Note: {note}" for note in notes(before, after, made)]]).rstrip() + "\n"

@@ -1,245 +1,177 @@
-"""A record as tables: for a terminal and for Markdown, the same rows. Made from the record only; sentences are words.py's."""
+"""The view of a record: its rows, columns and charts, each derived once. The sentences are words.py's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
 
-from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
+from forerun.bench.formats import NONE, between, digits, interval, number, percent, spread
+from forerun.bench.pages import charts, words
+from forerun.bench.pages.view import Column, Part, Row, Rows, Table, View, table
+from forerun.bench.records.record import ArmRecord, Difference, Record
+from forerun.bench.records.summary import Cell, cells, draws
 
-from forerun.bench.pages.words import about, command, drawn, failed, headline, model_of, sentence, title, warnings
-from forerun.bench.records.record import ArmRecord, Record
-from forerun.bench.records.statistics import Ratio, Spread
-from forerun.bench.records.summary import Cell, cells, draws, unanswered
+POSITIONS = 4  # draft positions shown in a table; the record and the page have all
 
-POSITIONS = 4  # draft positions shown in a table; the record and the page have them all
 
-HEADER = (
-    "arm",
-    "tokens/s",
-    "speed-up [95 %]",
-    "ms/step",
-    "accepted",
-    "tokens/step",
-    "by position",
-    "steps drafted",
-    "identical",
-    "verdict",
+def _by_position(c: Cell) -> str:
+    return " ".join(f"{100 * share:.0f}" for share in c.joint[:POSITIONS]) + "…" * (len(c.joint) > POSITIONS) or NONE
+
+
+def _split(c: Cell) -> str:
+    s = c.split
+    return " ".join(digits(v, 1000) for v in (s.queue_s, s.prefill_s, s.decode_s)) + (" (server)" if s.by_server else "")
+
+
+ARM = Column("arm", words.named, left=True, wraps=True)
+FIGURES = (
+    ARM,
+    Column("tokens/s", lambda c: number(c.tokens_per_s, 1), "tokens\n/s"),
+    Column("speed-up [95 %]", lambda c: interval(c.speedup), "speed-up\n[95 %]"),
+    Column("ms/step", lambda c: number(None if c.step_s is None else 1000 * c.step_s, 1), "ms/\nstep"),
+    Column("accepted", lambda c: percent(c.acceptance_rate), "accep-\nted"),
+    Column("tokens/step", lambda c: number(c.got, 2), "tokens\n/step"),
+    Column("by position", _by_position, "by\nposition", wraps=True),
+    Column("steps drafted", lambda c: percent(c.drafted_share), "draf-\nted"),
+    Column("identical", lambda c: "{}/{}".format(*c.identical) if c.identical else NONE, "ident-\nical"),
+    Column("verdict", lambda c: c.verdict or NONE, left=True, wraps=True, optional=True),
 )
-NARROW = (
-    "arm",
-    "tokens\n/s",
-    "speed-up\n[95 %]",
-    "ms/\nstep",
-    "accep-\nted",
-    "tokens\n/step",
-    "by\nposition",
-    "draf-\nted",
-    "ident-\nical",
+WAITING = (
+    ARM,
+    Column("TTFT ms", lambda c: spread(c.ttft, 1000)),
+    Column("TPOT ms", lambda c: spread(c.tpot, 1000)),
+    Column("E2E s", lambda c: spread(c.e2e, 1)),
+    Column("chunk gap ms", lambda c: spread(c.gap, 1000)),
+    Column("queue prefill decode ms", _split, optional=True),
 )
-LATENCY = ("arm", "TTFT ms", "TPOT ms", "E2E s", "chunk gap ms", "queue prefill decode ms")
-COSTS = ("arm", "KV tokens", "start-up s", "memory GB", "scheduler")
-WIDE = 100  # columns from which the verdict fits into the table; it is in the sentence below in any case
 LEGEND = (
     "accepted: of the drafted tokens. tokens/step: acceptance length, 1 + accepted / verify steps. by position: share of steps "
-    "accepted up to there, in %. identical: greedy answers equal to the baseline's, token by token. –: does not apply."
-)
-LATENCY_LEGEND = (
+    "accepted up to there, in %. identical: greedy answers equal to the baseline's, token by token. –: does not apply.",
     "TTFT, TPOT, E2E, chunk gap: median, 95th and 99th percentile over requests, the latter two where there are at least 20 "
-    "and 100. A chunk gap is the time between two pieces of a stream and not between tokens. queue, prefill, decode: means of "
-    "a request."
+    "and 100. A chunk gap is the time between two pieces of a stream, not between tokens. queue, prefill, decode: means of a "
+    "request.",
 )
-STYLE = {"faster": "green", "slower": "red", "no difference": "cyan", "not enough data": "yellow"}
+APART = (
+    Column("arm", lambda d: d[0].arm, left=True),
+    Column("task", lambda d: d[1], left=True),
+    Column("repetition", lambda d: str(d[0].repetition + 1)),
+    Column("at", lambda d: f"{d[0].unit} {d[0].position + 1}"),
+    Column("margin of the baseline's token", lambda d: number(d[0].gap, 3)),
+)
 
 
-def terminal(record: Record, width: int) -> Iterator[RenderableType]:
-    """What to print on a terminal of that many columns, top to bottom."""
-    yield Text(title(record))
-    for arm in unanswered(record):
-        yield Text(f"{arm.arm}: {failed(arm.requests, arm.requests, arm.reasons)}.", style="red")
-    wide = width >= WIDE
-    for task, of_task in by_task(record):
-        yield Text()
-        yield Text(f"{task}: {about(task)}", style="bold")
-        yield _table([(c, row(c)) for c in of_task], (*NARROW, HEADER[-1]) if wide else NARROW, record)
-        for cell in of_task:
-            if (said := sentence(cell, record)) is not None:
-                yield Text(said, style=STYLE[cell.verdict] if cell.verdict else "")
-        yield Text()
-        rows = [(c, latency_row(c)) for c in of_task]
-        yield _table(rows, LATENCY if _room([r for _, r in rows], LATENCY) <= width else LATENCY[:-1], record)
-    costs = [cost_row(arm, record.settings.arms[0]) for arm in record.settings.arms if arm.facts]
-    if costs:
-        yield Text()
-        yield listing(costs, COSTS)
-    yield Text()
-    for draw in draws(record):
-        yield Text(drawn(draw))
-    yield Text(LEGEND, style="dim")
-    yield Text(LATENCY_LEGEND, style="dim")
-    for warning in warnings(record):
-        yield Text(f"Note: {warning}", style="yellow")
+def view(record: Record) -> View:
+    s, every = record.settings, cells(record)
+    answer, arms = words.headline(record)
+    axis = charts.axis_of([c.speedup for c in every if c.speedup])
+    known = [arm for arm in s.arms if arm.facts]
+    costs = [table("Costs of the arms", _costs(s.arms[0]), known)] if known else []
+    return View(
+        heading=f"Does speculation pay? {words.model_of(record)}",
+        answer=answer,
+        leads=arms,
+        context=words.title(record),
+        title="Speed-up over plain decoding",
+        about=words.verdicts_about(record),
+        parts=[_part(record, task, here, axis) for task in s.tasks if (here := [c for c in every if c.task == task])],
+        tables=costs,
+        sections=charts.sections(record, every, costs),
+        identity=_identity(record, every),
+        findings=[words.drawn(draw) for draw in draws(record)],
+        warnings=words.warnings(record),
+        legend=LEGEND,
+        settings=_settings(record),
+        commands=[("Repeat it", words.command(record))],
+    )
 
 
-def _room(rows: list[list[str]], header: tuple[str, ...]) -> int:
-    """How many columns of a terminal such a table takes, if nothing wraps."""
-    return sum(max(len(value) for value in column) + 1 for column in zip(header, *rows, strict=True)) - 1
+def _part(record: Record, task: str, here: Sequence[Cell], axis: Any) -> Part:
+    groups = [c.load.label for c in here] if len(record.settings.loads) > 1 else []
+    return Part(
+        task,
+        words.about(task),
+        [Rows("", [_verdict(c, record) for c in here if c.verdict is not None], axis)],
+        [(said, c.verdict) for c in here if (said := words.sentence(c, record)) is not None],
+        [table(f"{task}: speed and drafting", FIGURES, here, groups), table(f"{task}: waiting", WAITING, here, groups)],
+    )
 
 
-def _table(rows: list[tuple[Cell, list[str]]], header: tuple[str, ...], record: Record) -> Table:
-    """The columns of the header, which are the first ones of each row; a line of its own before each of several loads."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-    wrapping = ("arm", "by\nposition", "verdict")  # so that a figure is never cut off for want of room
-    for name in header:
-        wraps, left = name in wrapping, name in ("arm", "verdict")
-        table.add_column(Text(name), justify="left" if left else "right", no_wrap=not wraps, min_width=9 if wraps else None)
-    load = None
-    for cell, figures in rows:
-        if len(record.settings.loads) > 1 and cell.load != load:
-            load = cell.load
-            table.add_row(Text(load.label, style="bold"))
-        table.add_row(*[Text(f, style=STYLE.get(f, "")) for f in figures[: len(header)]])
-    return table
+def _verdict(c: Cell, record: Record) -> Row:
+    r, name = c.speedup, words.place(c.task, c.load, record)
+    known = f"{between(r)}, {r.pairs} pairs" if r and between(r) else ""
+    load = words.load_of(c.load) if len(record.settings.loads) > 1 else ""
+    lost = words.failed(c.failures, c.requests, c.reasons) if c.failures else ""
+    return Row(
+        c.arm,
+        f"{r.mean:.2f}×" if r else NONE,
+        f"{name}, {words.named(c)}: " + (f"{r.mean:.2f} times the baseline's speed, {known}; " if r else "") + str(c.verdict),
+        charts.ratio_marks(r, c.verdict),
+        under=", ".join(part for part in (load, lost) if part),
+        call=c.verdict,
+        word=c.verdict or "",
+        spread=known,
+        why=words.reason(c, record),
+    )
 
 
-def listing(rows: list[list[str]], header: tuple[str, ...], style: dict[str, str] | None = None) -> Table:
-    """A plain table for a terminal; style: of cells that hold exactly such a word."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-    for i, name in enumerate(header):
-        table.add_column(Text(name), justify="left" if i in (0, len(header) - 1) else "right", overflow="fold")
-    for figures in rows:
-        table.add_row(*[Text(f, style=(style or {}).get(f, "")) for f in figures])
-    return table
+def _costs(reference: ArmRecord) -> tuple[Column, ...]:
+    base = reference.facts.kv_tokens if reference.facts else None
+
+    def tokens(arm: ArmRecord) -> str:
+        held = arm.facts.kv_tokens if arm.facts else None
+        change = f" ({100 * (held / base - 1):+.0f} %)" if held and base and arm.name != reference.name else ""
+        return (NONE if held is None else f"{held:,}") + change
+
+    def memory(arm: ArmRecord) -> str:
+        return number(arm.facts.memory_bytes / 1e9 if arm.facts and arm.facts.memory_bytes is not None else None, 2)
+
+    return (
+        Column("arm", lambda arm: arm.name, left=True),
+        Column("KV tokens", tokens),
+        Column("start-up s", lambda arm: number(arm.facts.startup_s, 1)),
+        Column("memory GB", memory),
+        Column("scheduler", lambda arm: ", ".join(map(" ".join, arm.facts.scheduler.items())) or NONE, left=True, wraps=True),
+    )
 
 
-def markdown(record: Record) -> str:
-    """The same for a pull request."""
-    answer, arms = headline(record)
-    lines = [f"### Does speculation pay? {model_of(record)}", "", f"**{answer}.**", ""]
-    lines += [*[f"- {arm}: {said}." for arm, said in arms], "", title(record), ""]
-    several = len(record.settings.loads) > 1
-    for task, of_task in by_task(record):
-        lines += [f"**{task}**: {about(task)}", ""]
-        lines += lined([_at(c, row(c), several) for c in of_task], ("load", *HEADER) if several else HEADER)
-        lines += ["", *[f"- {said}" for cell in of_task if (said := sentence(cell, record)) is not None], ""]
-        lines += lined([_at(c, latency_row(c), several) for c in of_task], ("load", *LATENCY) if several else LATENCY)
-        lines.append("")
-    costs = [cost_row(arm, record.settings.arms[0]) for arm in record.settings.arms if arm.facts]
-    if costs:
-        lines += [*lined(costs, COSTS), ""]
-    lines += [LEGEND, "", LATENCY_LEGEND, ""]
-    lines += [f"- {drawn(draw)}" for draw in draws(record)]
-    lines += [f"- Note: {warning}" for warning in warnings(record)]
-    lines += ["", "Repeat it:", "", f"    {command(record)}"]
-    return "\n".join(lines).rstrip() + "\n"
+def _identity(record: Record, every: Sequence[Cell]) -> list[Table]:
+    """How many greedy answers equal the baseline's, and where the others left it."""
+    compared = [c for c in every if c.identical is not None]
+    if not compared:
+        return []
+    of = {(words.place(c.task, c.load, record), c.arm): "{} of {}".format(*c.identical) for c in compared if c.identical}
+    places, arms = list(dict.fromkeys(name for name, _ in of)), list(dict.fromkeys(arm for _, arm in of))
+    rows = [[name, *[of.get((name, arm), NONE) for arm in arms]] for name in places]
+    columns = [Column("task", left=True), *map(Column, arms)]
+    apart: list[tuple[Difference, str]] = [(d, words.place(d.task, d.load, record)) for d in record.differences]
+    tables = [Table("Greedy answers that equal the baseline's", columns, rows)]
+    return tables + ([table("Where others left it", APART, apart)] if apart else [])
 
 
-def _at(cell: Cell, figures: list[str], several: bool) -> list[str]:
-    return [cell.load.label, *figures] if several else figures
-
-
-def show(record: Record, console: Console) -> None:
-    for part in terminal(record, console.width):
-        console.print(part)
-
-
-def by_task(record: Record) -> list[tuple[str, list[Cell]]]:
-    every = cells(record)
-    return [(task, of_task) for task in record.settings.tasks if (of_task := [c for c in every if c.task == task])]
-
-
-def row(cell: Cell) -> list[str]:
-    """One line of the table, in the order of HEADER."""
-    shown = " ".join(f"{100 * j:.0f}" for j in cell.joint[:POSITIONS]) + "…" * (len(cell.joint) > POSITIONS)
-    return [
-        named(cell),
-        number(cell.tokens_per_s, 1),
-        interval(cell.speedup),
-        number(None if cell.step_s is None else 1000 * cell.step_s, 1),
-        percent(cell.acceptance_rate),
-        number(cell.got, 2),
-        shown or "–",
-        percent(cell.drafted_share),
-        f"{cell.identical[0]}/{cell.identical[1]}" if cell.identical else "–",
-        cell.verdict or "–",
+def _settings(record: Record) -> list[tuple[str, str]]:
+    s, m = record.settings, record.machine
+    memory = f", {m.memory_bytes / 2**30:.0f} GiB" if m.memory_bytes else ""
+    shown = [
+        ("Model", words.model_of(record)),
+        ("Engine", s.engine),
+        ("Client's machine" if m.client_only else "Machine", f"{m.cpu}, {m.cores} cores{memory}"),
+        ("Accelerator", m.accelerator or "none"),
+        ("System", m.system),
+        ("Load at the start", "not known" if m.load is None else f"{m.load:.2f}"),
+        ("Start", f"{record.started}, took {record.seconds:.0f} s" + ("" if record.finished else ", interrupted")),
+        ("Repetitions", f"{s.repetitions}, after {words.count(s.warmups, 'warm-up')}"),
+        ("Load", words.loads_of(record)),
+        ("Output tokens", f"at most {s.max_tokens}"),
+        ("Seed", str(s.seed)),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in record.versions.items())),
     ]
+    for arm in s.arms:
+        shown.append((arm.name, "no drafter" if arm.speculation is None else _pairs(arm.speculation)))
+        if arm.facts and arm.facts.command:
+            shown.append((f"{arm.name}, launched as", " ".join(arm.facts.command)))
+    engine = {key: value for key, value in s.arms[0].engine.items() if key != "speculative_config"}
+    return [*shown, ("Engine settings", _pairs(engine))] if engine else shown
 
 
-def latency_row(cell: Cell) -> list[str]:
-    """In the order of LATENCY."""
-    s = cell.split
-    parts = [milliseconds(s.queue_s), milliseconds(s.prefill_s), milliseconds(s.decode_s)]
-    return [
-        named(cell),
-        spread(cell.ttft, 1000),
-        spread(cell.tpot, 1000),
-        spread(cell.e2e, 1),
-        spread(cell.gap, 1000),
-        " ".join(parts) + (" (server)" if s.by_server else ""),
-    ]
-
-
-def cost_row(arm: ArmRecord, reference: ArmRecord) -> list[str]:
-    """In the order of COSTS."""
-    f, base = arm.facts, reference.facts
-    if f is None:
-        return [arm.name, *["–"] * (len(COSTS) - 1)]
-    change = ""
-    if f.kv_tokens and base and base.kv_tokens and arm.name != reference.name:
-        change = f" ({100 * (f.kv_tokens / base.kv_tokens - 1):+.0f} %)"
-    return [
-        arm.name,
-        ("–" if f.kv_tokens is None else f"{f.kv_tokens:,}") + change,
-        number(f.startup_s, 1),
-        number(None if f.memory_bytes is None else f.memory_bytes / 1e9, 2),
-        ", ".join(f"{key} {value}" for key, value in f.scheduler.items()) or "–",
-    ]
-
-
-def named(cell: Cell) -> str:
-    """The arm, and its failures, which belong beside every figure."""
-    return cell.arm if not cell.failures else f"{cell.arm} ({cell.failures}/{cell.requests} failed)"
-
-
-def interval(ratio: Ratio | None) -> str:
-    """1.64 [1.60,1.68]"""
-    if ratio is None:
-        return "–"
-    return f"{ratio.mean:.2f}" + (f" [{ratio.low:.2f},{ratio.high:.2f}]" if ratio.low is not None and ratio.high else "")
-
-
-def spread(values: Spread | None, scale: float) -> str:
-    """Median, 95th and 99th percentile, to three digits."""
-    if values is None:
-        return "–"
-    return " ".join(digits(scale * v) for v in (values.median, values.p95, values.p99) if v is not None)
-
-
-def digits(value: float) -> str:
-    """Three digits that matter, never an exponent: 0.123, 1.23, 12.3, 1234."""
-    size = abs(value)
-    return f"{value:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"
-
-
-def milliseconds(seconds: float | None) -> str:
-    return "–" if seconds is None else digits(1000 * seconds)
-
-
-def number(value: float | None, places: int) -> str:
-    return "–" if value is None else f"{value:.{places}f}"
-
-
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f}%"
-
-
-def lined(rows: list[list[str]], header: tuple[str, ...]) -> list[str]:
-    """A table in Markdown."""
-    left = {0, len(header) - 1}
-    return [_line(header), _line(["---" if i in left else "---:" for i in range(len(header))]), *[_line(r) for r in rows]]
-
-
-def _line(values: list[str] | tuple[str, ...]) -> str:
-    return "| " + " | ".join(v.replace("|", "\\|") for v in values) + " |"
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items() if value is not None)

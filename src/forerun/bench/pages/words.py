@@ -1,45 +1,55 @@
-"""A record in sentences: what was run, whether speculation pays in a cell and on the whole, and what could mislead. Knows
-figures and how to say them; nothing of terminals or pages.
-"""
+"""A record in sentences: what was run, whether speculation pays, and what could mislead. Knows no output format."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import PurePath
 
 from forerun.bench import options
 from forerun.bench.engines.failures import counted
-from forerun.bench.records.record import ArmRecord, Difference, Load, Machine, Record
-from forerun.bench.records.statistics import Ratio, pairs_needed
+from forerun.bench.formats import between, count, listed
+from forerun.bench.records.record import Difference, Load, Machine, Record
+from forerun.bench.records.statistics import Call, Ratio, pairs_needed
 from forerun.bench.records.summary import Cell, Draw, cells, draws, margin, noise, unanswered
 from forerun.bench.workloads.tasks import TASKS, VARIANTS
 
-NEAR_TIE = 0.5  # in log-probability: wider than rounding in bfloat16 moves two logits of one forward pass apart
-BUSY = 0.5  # load average for each core from which other programs are likely to disturb
-REPETITIONS = 64  # more than so many would take longer than a quieter machine is worth looking for
-LONG_S = 3600.0  # a run that is known to take longer than that says so before it starts
-REASONS = 3  # kinds of failure that a sentence names
-LATE_S = 0.005  # requests sent later than that after their time: the load generator itself was short of processor time
-CALLS = {
+NEAR_TIE = 0.5  # in log-probability: rounding in bfloat16 moves two logits of one forward pass by less
+BUSY = 0.5  # load average per core above which other programs are likely to disturb
+REPETITIONS = 64  # a measurement that needs more repetitions needs a quieter machine
+LONG_S = 3600.0  # a run that takes longer is announced
+REASONS = 3  # kinds of failure named in a sentence
+LATE_S = 0.005  # the delay of sending above which the load generator lacked processor time
+SHORT = 16  # output tokens below which an answer is mostly prompt time
+UNSTEADY = 0.02  # the margin above which the baseline's difference from itself is mentioned
+CALLS: dict[Call, str] = {
     "faster": "speculation pays",
     "slower": "speculation does not pay",
     "no difference": "speculation makes no difference",
     "not enough data": "not enough data to say whether it pays",
 }
+ON: dict[Call, str] = {
+    "faster": "faster on",
+    "no difference": "no difference on",
+    "slower": "slower on",
+    "not enough data": "undecided on",
+}
+
+
+# what was run
 
 
 def title(record: Record) -> str:
     s, v = record.settings, record.versions
     dtype, isa = (s.arms[0].engine.get(name) or "" for name in ("dtype", "cpu_isa"))
-    dtype += f" ({isa})" if isa else ""
-    engine = versions_of(record)
+    model = f"{model_of(record)} {dtype}" + (f" ({isa})" if isa else "")
     return (
-        f"{model_of(record)} {dtype} on {hardware(record.machine)}. {s.repetitions} repetitions of {loads_of(record)}, "
-        f"at most {s.max_tokens} output tokens. forerun {v.get('forerun', '?')}, {engine}"
+        f"{model.strip()} on {hardware(record.machine)}. {s.repetitions} repetitions of {loads_of(record)} for every task and "
+        f"arm, at most {s.max_tokens} output tokens. forerun {v.get('forerun', '?')}, {versions_of(record)}, "
         f"{record.started}, {record.seconds:.0f} s."
-    ).replace("  ", " ")
+    )
 
 
 def hardware(machine: Machine) -> str:
@@ -49,17 +59,17 @@ def hardware(machine: Machine) -> str:
 
 
 def model_of(record: Record) -> str:
-    """The model as it was named; of a folder its own name, which is what another machine has in common with this one."""
+    """The model's name, without the folders of a path."""
     name = record.settings.model
     return PurePath(name).name if name.startswith(("/", "~")) else name
 
 
 def loads_of(record: Record) -> str:
-    """What each repetition sent: 8 requests; 8 requests at c=1, 64 at 2/s."""
+    """What each repetition sent: 8 requests; or 8 requests at c=1, 64 requests at 2/s."""
     loads = record.settings.loads
     if len(loads) == 1 and loads[0].kind == "concurrency" and loads[0].concurrency == loads[0].requests:
-        return _count(loads[0].requests, "request")
-    return ", ".join(f"{_count(load.requests, 'request')} at {load.label}" for load in loads)
+        return count(loads[0].requests, "request")
+    return ", ".join(f"{count(load.requests, 'request')} at {load.label}" for load in loads)
 
 
 def load_of(load: Load) -> str:
@@ -72,25 +82,23 @@ def load_of(load: Load) -> str:
 
 
 def versions_of(record: Record) -> str:
+    """Of the engine that was measured."""
     if record.settings.engine == "forerun":
-        return f"torch {record.versions.get('torch', '?')}, "
+        return f"torch {record.versions.get('torch', '?')}"
     found = {f"{a.facts.engine} {a.facts.version or ''}".strip() for a in record.settings.arms if a.facts}
-    return ", ".join(sorted(found or {record.settings.engine})) + ", "
+    return ", ".join(sorted(found or {record.settings.engine}))
 
 
 def command(record: Record) -> str:
-    """The command line that repeats the run; of older records as much as can be told from the settings."""
+    """The command line that repeats the run; for older records as much of it as the settings tell."""
     s = record.settings
     if s.command:
         return shlex.join(s.command)
     engine = s.arms[0].engine
+    drafters = [arm.speculation for arm in s.arms if arm.speculation is not None]
     again = options.Options(
         model=s.model,
-        arms=tuple(
-            json.dumps({key: value for key, value in arm.speculation.items() if value is not None})
-            for arm in s.arms
-            if arm.speculation is not None
-        ),
+        arms=tuple(json.dumps({key: value for key, value in of.items() if value is not None}) for of in drafters),
         tasks=tuple(task for task in s.tasks if task in TASKS),
         concurrency=tuple(load.concurrency for load in s.loads if load.kind == "concurrency"),
         repetitions=s.repetitions,
@@ -110,48 +118,99 @@ def about(task: str) -> str:
 
 
 def place(task: str, load: Load, record: Record) -> str:
-    """A cell's task, and its load where the run has several."""
+    """A cell's task, with its load where the run has several."""
     return task if len(record.settings.loads) == 1 else f"{task} at {load.label}"
+
+
+def label(cell: Cell, record: Record) -> str:
+    """A cell's arm, with its load where the run has several."""
+    return cell.arm if len(record.settings.loads) == 1 else f"{cell.arm}, {cell.load.label}"
+
+
+def named(cell: Cell) -> str:
+    """A cell's arm, with its failures."""
+    return cell.arm if not cell.failures else f"{cell.arm} ({cell.failures}/{cell.requests} failed)"
+
+
+def long_wait(seconds: float, plan_loads: Sequence[Load]) -> str | None:
+    """A warning before a run that lasts for hours because of the times at which its requests are due."""
+    if seconds < LONG_S:
+        return None
+    option = "--trace-speed 100" if any(load.kind == "trace" for load in plan_loads) else "a higher --rate"
+    return (
+        f"the times at which requests are due make this run last {seconds / 3600:.1f} hours or more. {option} or fewer "
+        "--requests or --repetitions shorten it; Ctrl-C ends it."
+    )
+
+
+# whether speculation pays
+
+
+def verdicts_about(record: Record) -> str:
+    """What the speed-ups of a page compare."""
+    closed, opened = "output tokens a second", "output tokens a second as a request sees them, waiting included"
+    kinds = {load.kind == "concurrency" for load in record.settings.loads}
+    both = f"{closed} (where requests arrive by the clock: {opened})"
+    speed = both if len(kinds) == 2 else closed if True in kinds else opened
+    control = record.settings.control
+    return (
+        f"Ratio of {speed}, with its 95 % interval. The dashed line is the baseline's speed; to the right of it is faster. All "
+        "arms got the same prompts, in alternation."
+        + (f" {control} is the baseline against itself, which shows the noise of this machine." if control else "")
+    )
 
 
 def times(ratio: Ratio) -> str:
     """1.64 times the baseline's speed (1.60 to 1.68)."""
-    said = f"{ratio.mean:.2f} times the baseline's speed"
-    return said + (f" ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.low is not None and ratio.high is not None else "")
+    return f"{ratio.mean:.2f} times the baseline's speed" + (f" ({between(ratio)})" if between(ratio) else "")
 
 
 def sentence(cell: Cell, record: Record) -> str | None:
     """Whether speculation pays in this cell, and why. None for the arms that do not speculate."""
     if cell.verdict is None or cell.arm == record.settings.control:
         return None
-    said = f"{place(cell.task, cell.load, record)}, {cell.arm}: {CALLS[cell.verdict]}"
-    if cell.verdict == "not enough data":
-        return said + unsettled(cell, record)
-    assert cell.speedup is not None
-    seen = " as a request sees it" if cell.load.kind != "concurrency" else ""
-    reason = why(cell) if len(record.settings.loads) == 1 else f" {needed(cell)}"
-    return f"{said}, {times(cell.speedup)}{seen}.{reason}".rstrip()
-
-
-def unsettled(cell: Cell, record: Record) -> str:
-    """What there is of data, and what would settle it."""
-    r = cell.speedup
+    said, r = f"{place(cell.task, cell.load, record)}, {cell.arm}: {CALLS[cell.verdict]}", cell.speedup
     if r is None:
-        return f"; no pair of batches was completed{_because(cell.reasons)}."
-    more = pairs_needed(r, margin(record, cell.task, cell.load))
-    most = min(VARIANTS // cell.load.requests - record.settings.warmups, REPETITIONS)
-    if more is None:
-        remedy = " Try --repetitions 8."
-    elif more <= most:
-        remedy = f" Try --repetitions {max(more, r.pairs + 1)}."
+        return f"{said}. {reason(cell, record)}"
+    if cell.verdict == "not enough data":
+        said += f": {times(r)} over {count(r.pairs, 'pair')}."
     else:
-        remedy = " That is too uneven for more repetitions to settle: measure on a quieter machine."
-    return f": {times(r)} over {_count(r.pairs, 'pair')}.{remedy}"
+        said += f", {times(r)}{' as a request sees it' if cell.load.kind != 'concurrency' else ''}."
+    return f"{said} {reason(cell, record)}".rstrip()
+
+
+def reason(cell: Cell, record: Record) -> str:
+    """Below a verdict: what a step cost and gave, and what would settle an open verdict."""
+    if cell.arm == record.settings.control:
+        return ""
+    if cell.speedup is None:
+        return f"There is no pair of completed batches{_because(cell.reasons)}."
+    return f"{_break_even(cell)} {_remedy(cell, cell.speedup, record)}".strip()
+
+
+def _break_even(cell: Cell) -> str:
+    if cell.counts is None or cell.needed is None or cell.got is None:
+        return ""
+    if not cell.counts.drafted:
+        return "It never had a draft, so every step gave one token."
+    return f"It needed {cell.needed:.2f} tokens a step to break even and got {cell.got:.2f}."
+
+
+def _remedy(cell: Cell, ratio: Ratio, record: Record) -> str:
+    """What would settle a verdict of not enough data."""
+    if cell.verdict != "not enough data":
+        return ""
+    more = pairs_needed(ratio, margin(record, cell.task, cell.load))
+    if more is None:
+        return "Try --repetitions 8."
+    if more <= min(VARIANTS // cell.load.requests - record.settings.warmups, REPETITIONS):
+        return f"Try --repetitions {max(more, ratio.pairs + 1)}."
+    return "The figures vary too much for more repetitions to settle it: measure on a quieter machine."
 
 
 def failed(failures: int, requests: int, reasons: list[tuple[str, int]]) -> str:
-    """12 of 12 requests failed: HTTP 401: no key. Of several reasons each with how often."""
-    return f"{failures} of {_count(requests, 'request')} failed{_because(reasons)}"
+    """12 of 12 requests failed: HTTP 401: no key. Each of several reasons with its number."""
+    return f"{failures} of {count(requests, 'request')} failed{_because(reasons)}"
 
 
 def _because(reasons: list[tuple[str, int]]) -> str:
@@ -162,30 +221,9 @@ def _because(reasons: list[tuple[str, int]]) -> str:
     return ": " + "; ".join(said) + (f"; and {more} others" if more else "")
 
 
-def why(cell: Cell) -> str:
-    """Break-even: what a step cost and what it gave. Begins with a space."""
-    if cell.counts is None or cell.needed is None or cell.got is None:
-        return ""
-    if not cell.counts.drafted:
-        return " It never had a draft, so every step gave one token."
-    return (
-        f" A step took {cell.needed:.2f} times as long as a plain one, so it needed {cell.needed:.2f} tokens to break even; "
-        f"it got {cell.got:.2f}."
-    )
-
-
-def needed(cell: Cell) -> str:
-    """The same in short."""
-    if cell.counts is None or cell.needed is None or cell.got is None:
-        return ""
-    if not cell.counts.drafted:
-        return "It never had a draft."
-    return f"Needed {cell.needed:.2f} tokens a step to break even, got {cell.got:.2f}."
-
-
 def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
-    """The answer in a few words, and for each candidate where it is faster, where slower, where neither. A place is
-    a task under a load; it pays there if one of the candidates is faster."""
+    """The answer in a few words, and for each candidate where it is faster, where slower, where neither. A place is a task
+    under a load; speculation pays there if one of the candidates is faster."""
     judged = [c for c in cells(record) if c.verdict is not None and c.arm != record.settings.control]
     silent = {one.arm: failed(one.requests, one.requests, one.reasons) for one in unanswered(record)}
     calls = {c.verdict for c in judged}
@@ -209,41 +247,30 @@ def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _places(of_arm: list[Cell], record: Record) -> str:
-    """Where it is what. A task that comes out alike under every load is named once, with the range of its speed-ups."""
-    calls = {task: {c.verdict for c in of_arm if c.task == task} for task in record.settings.tasks}
+    """The places of each verdict. A task with the same verdict under every load is named once, with the range of its ratios."""
     said = []
-    for call, words in (
-        ("faster", "faster on"),
-        ("no difference", "no difference on"),
-        ("slower", "slower on"),
-        ("not enough data", "undecided on"),
-    ):
+    for call, words in ON.items():
         names = []
         for task in record.settings.tasks:
-            here = [c for c in of_arm if c.task == task and c.verdict == call]
-            together = [here] if len(calls[task]) == 1 else [[c] for c in here]
-            names += [_name(cells_, call, record, len(cells_) > 1) for cells_ in together if cells_]
+            of_task = [c for c in of_arm if c.task == task]
+            here = [c for c in of_task if c.verdict == call]
+            whole = len({c.verdict for c in of_task}) == 1
+            names += [_name(alike, call, record) for alike in ([here] if whole else [[c] for c in here]) if alike]
         if names:
             said.append(f"{words} {listed(names)}")
     return "; ".join(said)
 
 
-def _name(alike: list[Cell], call: str, record: Record, whole: bool) -> str:
-    name = alike[0].task if whole else place(alike[0].task, alike[0].load, record)
-    means = [f"{c.speedup.mean:.2f}" for c in sorted(alike, key=lambda c: c.speedup.mean if c.speedup else 0) if c.speedup]
+def _name(alike: list[Cell], call: Call, record: Record) -> str:
+    name = alike[0].task if len(alike) > 1 else place(alike[0].task, alike[0].load, record)
+    means = [f"{mean:.2f}" for mean in sorted(c.speedup.mean for c in alike if c.speedup)]
     if call not in ("faster", "slower") or not means:
         return name
     return f"{name} ({means[0]}×)" if means[0] == means[-1] else f"{name} ({means[0]} to {means[-1]}×)"
 
 
-def listed(names: Iterable[str]) -> str:
-    """a, b and c."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
-
-
 def drawn(draw: Draw) -> str:
-    """What the test of sampled first tokens found."""
+    """The finding of the test of sampled first tokens."""
     c = draw.comparison
     against = "the baseline's" if draw.against == "samples" else "the baseline's log-probabilities"
     if c.p is None:
@@ -254,33 +281,29 @@ def drawn(draw: Draw) -> str:
     return f"{head}: no sign of another distribution (a shift of w = {c.visible:.2f} would have been seen)."
 
 
+# what could mislead
+
+
 def warnings(record: Record) -> list[str]:
-    """What could mislead a reader of the figures, each with what to do about it."""
-    s, m = record.settings, record.machine
-    every = cells(record)
-    found = [*record.given_up, *record.notes]
-    if not record.finished:
-        found.append("the run was interrupted; the figures are of what was measured until then.")
-    if record.resumed:
-        found.append(f"the run was interrupted and resumed: {listed(record.resumed)}.")
-    if m.client_only:
-        found.append("the server runs on another machine, of which nothing is known; processor and load are the client's.")
-    if m.load is not None and m.load > BUSY * m.cores:
-        found.append(
-            f"the machine was busy when the run began (load {m.load:.1f} on {m.cores} cores); close other programs and "
-            "measure again."
-        )
-    if s.warmups == 0:
-        found.append("there was no warm-up, so the first repetition pays for first-time costs; leave --warmups at 1 or more.")
+    """What could mislead a reader of the figures, with a remedy where there is one."""
+    s, every = record.settings, cells(record)
+    found = [*record.given_up, *record.notes, *_of_run(record)]
     for cell in every:
-        found += [f"{place(cell.task, cell.load, record)}, {cell.arm}: {said}" for said in _cell(cell)]
+        found += [f"{place(cell.task, cell.load, record)}, {cell.arm}: {said}" for said in _of_cell(cell)]
     found += _noted(record)
-    found += _odd(record)
-    found += [said for task in s.tasks if (said := _sampled(record, task)) is not None]
+    for task in s.tasks:
+        own = TASKS[task].temperature if task in TASKS else 0.0
+        sent = s.temperatures.get(task, own)
+        if sent != own:
+            means = "greedy" if sent == 0 else "sampled, and none is compared word for word"
+            found.append(
+                f"{task}: --body has every request sent at temperature {sent:g} in place of the task's {own:g}, so its answers "
+                f"are {means}."
+            )
     for task in s.tasks:
         for load in s.loads:
             control = noise(record, task, load)
-            if control is not None and margin(record, task, load) > 0.02:
+            if control is not None and margin(record, task, load) > UNSTEADY:
                 found.append(
                     f"{place(task, load, record)}: the baseline against itself came out at {control.mean:.3f}; nothing smaller "
                     "is called a difference. A quieter machine or more --repetitions narrow it."
@@ -289,21 +312,36 @@ def warnings(record: Record) -> list[str]:
         if caution and any(c.task == task for c in every):
             found.append(f"{task}: {caution}.")
     found += _unequal(record)
-    found += [said for arm in s.arms for said in facts(arm, s.arms[0])]
-    found += _departures(record)
-    found += [drawn(d) for d in draws(record) if d.comparison.finding == "different"]
+    found += [said for arm in s.arms if (said := _departures(record, arm.name)) is not None]
+    return found + [drawn(d) for d in draws(record) if d.comparison.finding == "different"]
+
+
+def _of_run(record: Record) -> list[str]:
+    m, found = record.machine, []
+    if not record.finished:
+        found.append("the run was interrupted; the figures are of what was measured until then.")
+    if record.resumed:
+        found.append(f"the run was interrupted and resumed: {listed(record.resumed)}.")
+    if m.client_only:
+        found.append("the server runs on another machine, of which nothing is known; processor and load are the client's.")
+    if m.load is not None and m.load > BUSY * m.cores:
+        found.append(
+            f"the machine was busy when the run began (load {m.load:.1f} on {m.cores} cores); close other programs and measure "
+            "again."
+        )
+    if record.settings.warmups == 0:
+        found.append("there was no warm-up, so the first repetition pays for first-time costs; leave --warmups at 1 or more.")
     return found
 
 
-def _cell(cell: Cell) -> list[str]:
+def _of_cell(cell: Cell) -> list[str]:
     found = []
     if cell.failures:
-        said = failed(cell.failures, cell.requests, cell.reasons)
-        found.append(f"{said}. They were left out, with the batch they were in.")
+        found.append(f"{failed(cell.failures, cell.requests, cell.reasons)}. Their batches are left out of the speed-up.")
     if cell.cached_tokens:
-        found.append(f"{cell.cached_tokens} prompt tokens came from the prefix cache, so time to first token is flattered.")
-    if cell.requests > cell.failures and cell.output_tokens / (cell.requests - cell.failures) < 16:
-        found.append("answers are shorter than 16 tokens on average, mostly prompt time; choose another task or model.")
+        found.append(f"{cell.cached_tokens} prompt tokens came from the prefix cache, which shortens the time to first token.")
+    if cell.requests > cell.failures and cell.output_tokens / (cell.requests - cell.failures) < SHORT:
+        found.append(f"answers are shorter than {SHORT} tokens on average, mostly prompt time; choose another task or model.")
     if cell.late is not None and (cell.late.p95 or 0.0) > LATE_S:
         found.append(
             f"one request in twenty was sent {1000 * (cell.late.p95 or 0.0):.0f} ms or more after its time, which counts as "
@@ -313,98 +351,56 @@ def _cell(cell: Cell) -> list[str]:
 
 
 def _noted(record: Record) -> list[str]:
-    """The notes of measured batches, each once with how many batches have it."""
-    seen: dict[str, int] = {}
-    for batch in record.batches:
-        for note in batch.notes:
-            said = f"{place(batch.task, batch.load, record)}, {batch.arm}: {note}"
-            seen[said] = seen.get(said, 0) + (not batch.warmup)
-    return [said + (f" ({n} batches)" if n > 1 else "") for said, n in seen.items() if n]
-
-
-def long_wait(seconds: float, plan_loads: Sequence[Load]) -> str | None:
-    """Before a run: that its requests' own times make it last for hours; None if they do not."""
-    if seconds < LONG_S:
-        return None
-    option = "--trace-speed 100" if any(load.kind == "trace" for load in plan_loads) else "a higher --rate"
-    return (
-        f"the times at which requests are due make this run last {seconds / 3600:.1f} hours or more. {option} or fewer "
-        "--requests or --repetitions shorten it; Ctrl-C ends it."
-    )
-
-
-def _odd(record: Record) -> list[str]:
-    """What was odd in the answers of measured batches, each kind once with how many answers have it."""
-    found = []
+    """Each note of measured batches with its number of batches, and each kind of note of their answers with its number."""
+    measured = [b for b in record.batches if not b.warmup]
+    notes = Counter(f"{place(b.task, b.load, record)}, {b.arm}: {note}" for b in measured for note in b.notes)
+    found = [said + (f" ({n} batches)" if n > 1 else "") for said, n in notes.items()]
     for arm in record.settings.arms:
-        answers = [a for b in record.batches if b.arm == arm.name and not b.warmup for a in b.answers]
-        notes = counted(note for a in answers for note in a.notes)
-        found += [f"{arm.name}: {note} ({_count(n, 'answer')} of {len(answers)})." for note, n in notes]
+        answers = [a for b in measured if b.arm == arm.name for a in b.answers]
+        kinds = counted(note for a in answers for note in a.notes)
+        found += [f"{arm.name}: {note} ({count(n, 'answer')} of {len(answers)})." for note, n in kinds]
     return found
-
-
-def _sampled(record: Record, task: str) -> str | None:
-    """That a task was asked at another temperature than its own, and what that means."""
-    own = TASKS[task].temperature if task in TASKS else 0.0
-    sent = record.settings.temperatures.get(task, own)
-    if sent == own:
-        return None
-    means = "its answers are greedy." if sent == 0 else "its answers are sampled, and none is compared word for word."
-    return f"{task}: --body has every request sent at temperature {sent:g} in place of the task's {own:g}, so {means}"
 
 
 def _unequal(record: Record) -> list[str]:
-    """Engine settings in which an arm differs from the reference, but for the drafter."""
-    first, *others = record.settings.arms
-    return [
-        f"{arm.name} ran with {key}={arm.engine.get(key)!r}, {first.name} with {first.engine.get(key)!r}; the "
-        "comparison includes that."
-        for arm in others
-        for key in first.engine
-        if key != "speculative_config" and arm.engine and arm.engine.get(key) != first.engine.get(key)
-    ]
+    """The settings of engines and schedulers in which an arm differs from the reference, and what its engine's log says."""
+    first, found, facts = record.settings.arms[0], [], []
 
+    def differs(arm: str, key: str, ours: object, theirs: object) -> str:
+        return f"{arm} ran with {key}{ours}, {first.name} with {theirs}; the comparison includes that."
 
-def facts(arm: ArmRecord, reference: ArmRecord) -> list[str]:
-    """In which scheduler facts an arm differs from the reference, and what its engine's log says it did instead."""
-    if arm.facts is None:
-        return []
-    found = [f"{arm.name}: the engine says: {line}" for line in (*arm.facts.fallbacks, *arm.facts.warnings)]
-    if reference.facts is None or arm.name == reference.name:
-        return found
-    ours, theirs = arm.facts.scheduler, reference.facts.scheduler
-    return found + [
-        f"{arm.name} ran with {key} {ours.get(key, 'not reported')}, {reference.name} with {theirs.get(key, 'not reported')}; "
-        "the comparison includes that."
-        for key in dict.fromkeys([*theirs, *ours])
-        if ours.get(key) != theirs.get(key)
-    ]
-
-
-def _departures(record: Record) -> list[str]:
-    """Where greedy answers differed, and whether a near-tie explains it."""
-    found = []
     for arm in record.settings.arms:
-        of_arm = [d for d in record.differences if d.arm == arm.name]
-        if not of_arm:
+        for key, value in first.engine.items():
+            if key != "speculative_config" and arm.engine and arm.engine.get(key) != value:
+                found.append(differs(arm.name, f"{key}=", repr(arm.engine.get(key)), repr(value)))
+        if arm.facts is None:
             continue
-        near = [d for d in of_arm if d.gap is not None and d.gap <= NEAR_TIE]
-        wide = [d for d in of_arm if d.gap is not None and d.gap > NEAR_TIE]
-        places = ", ".join([_where(d, record) for d in of_arm[:4]] + ["…"] * (len(of_arm) > 4))
-        said = f"{arm.name}: {_count(len(of_arm), 'greedy answer')} left the baseline's ({places})."
-        if near:
-            said += f" {len(near)} at a near-tie, where a verify step's different order of summing decides."
-        if wide:
-            said += f" {len(wide)} where the model was sure: that is a fault worth reporting, with the record attached."
-        found.append(said)
-    return found
+        facts += [f"{arm.name}: the engine says: {line}" for line in (*arm.facts.fallbacks, *arm.facts.warnings)]
+        ours, theirs = arm.facts.scheduler, first.facts.scheduler if first.facts else {}
+        for key in dict.fromkeys([*theirs, *ours]) if first.facts else ():
+            if ours.get(key) != theirs.get(key):
+                said = [of.get(key, "not reported") for of in (ours, theirs)]
+                facts.append(differs(arm.name, f"{key} ", *said))
+    return found + facts
+
+
+def _departures(record: Record, arm: str) -> str | None:
+    """Where greedy answers of an arm left the baseline's, and whether a near-tie explains it."""
+    of_arm = [d for d in record.differences if d.arm == arm]
+    if not of_arm:
+        return None
+    gaps = [d.gap for d in of_arm if d.gap is not None]
+    near = sum(gap <= NEAR_TIE for gap in gaps)
+    places = ", ".join([_where(d, record) for d in of_arm[:4]] + ["…"] * (len(of_arm) > 4))
+    said = f"{arm}: {count(len(of_arm), 'greedy answer')} left the baseline's ({places})."
+    if near:
+        said += f" {near} at a near-tie, where a verify step's different order of summing decides."
+    if len(gaps) > near:
+        said += f" {len(gaps) - near} where the model was sure: that is a fault to report, with the record attached."
+    return said
 
 
 def _where(d: Difference, record: Record) -> str:
     gap = "" if d.gap is None else f", margin {d.gap:.3f}"
     load = f" under {d.load.label}" if len(record.settings.loads) > 1 else ""
     return f"{d.task} {d.repetition + 1}{load} at {d.unit} {d.position + 1}{gap}"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s' * (n != 1)}"
