@@ -1,7 +1,7 @@
-"""The few operations that a decoder is made of, each fused as far as a decode step wants it, in several forms that
-agree: plain torch (reference.py, the slow twin of the others, for any device and dtype), C for bfloat16 and float32 on
-the CPU (cpu.py, cpu.c), Triton for CUDA (cuda.py). Here is a decoder's layer, and how it is computed; what stands around the
-layers is in models/decoder.py.
+"""The operations of a decoder layer, fused for decode steps. Three sets of kernels compute them and agree up to rounding:
+plain torch for any device and dtype (reference.py, what the others are tested against), C for bfloat16 and float32 on the CPU
+(cpu.py, cpu.c), and Triton for CUDA (cuda.py). The interface, Kernels, and the order of operations in a layer are here; the
+embedding and the head are in models/decoder.py.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """The tokens of one forward pass: R rows (sequences), each a run of consecutive positions, laid end to end.
+    """The tokens of one forward pass: R rows (sequences) one after the other, each with consecutive positions.
 
-    ids, positions: [T] int64. row_start: [R+1] int32, row r is tokens row_start[r]:row_start[r+1] (a row may have none).
-    block_table: [R,P] int32, the pages of each row in order. logits_at: [N] int64, the tokens whose logits are wanted, or
-    None: all of them.
-    The keys and values of a row's earlier positions are in its pages already; those of these tokens are written there.
+    ids, positions: [T] int64. row_start: [R+1] int32; row r has the tokens row_start[r]:row_start[r+1], possibly none.
+    block_table: [R,P] int32, the pages of each row in order. logits_at: [N] int64, the tokens whose logits are wanted;
+    None: all tokens.
+    A row's pages hold the keys and values of its earlier positions. The pass writes those of the batch's tokens there.
 
-    Tokens from row_start[R] on are padding, at position 0: they belong to no row, write to no page, and what is computed
-    for them is nobody's and means nothing.
+    Tokens from row_start[R] on are padding, at position 0. They belong to no row and write to no page; their results are
+    meaningless.
     """
 
     ids: Tensor
@@ -35,8 +35,8 @@ class Batch(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """heads of queries, kv_heads of keys and values, head_dim wide; window: how many positions back a token may look,
-    itself included (0: all of them); eps: of the optional q/k norms."""
+    """heads: query heads; kv_heads: key and value heads; head_dim: the size of each. window: how many positions a token
+    attends to, its own included (0: all). eps: of the optional q and k norms."""
 
     heads: int
     kv_heads: int
@@ -46,7 +46,8 @@ class AttentionShape(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """All layers of a decoder with the pages they write to, and the tables that turn q and k; one of each for every layer."""
+    """All layers of a decoder with their KV pages. weights, shapes, key_pages, value_pages: one of each for every layer;
+    cos, sin: the rotation tables, [max_positions, head_dim/2] float32."""
 
     weights: Sequence[Layer]
     shapes: Sequence[AttentionShape]
@@ -58,12 +59,13 @@ class Layers(NamedTuple):
 
 
 class Kernels(Protocol):
-    """x is [T,H] in the model's dtype; weights are [out,in], row-major, as in the checkpoint. RMS norms round as
-    transformers does: normalise in float32, round to the dtype, multiply by the norm's weight. Outputs are new
-    tensors in x's dtype unless said otherwise; products accumulate in float32."""
+    """A set of kernels. x is [T,H] in the model's dtype; matrices are [out,in], as in the checkpoint. RMS norms round as
+    transformers does: normalise in float32, round to the dtype, multiply by the norm's weight. Products accumulate in
+    float32. Outputs are new tensors in x's dtype unless said otherwise."""
 
     def multiplies(self, kind: str) -> bool:
-        """Whether the products take matrices of this kind (Matrix.kind)."""
+        """Whether the products take matrices of this kind (Matrix.kind). Target refuses a set of kernels that does not; a
+        product with such a matrix raises TypeError."""
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None) -> Tensor:
         """rms_norm(x) @ weight.T + bias: the q, k and v of a layer, stacked in that order.  [T,H] -> [T,O]"""
@@ -72,16 +74,16 @@ class Kernels(Protocol):
         self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
         key_pages: Tensor, value_pages: Tensor, batch: Batch,
     ) -> Tensor:
-        """Norm each head's q and k (if the norms are given, [head_dim]), rotate them by their positions (cos and sin:
-        [max_positions, head_dim/2] float32; halves are paired, as in transformers' rotate_half), write k and v into
-        the pages ([pages, kv_heads, block_size, head_dim], in place), then attend, causally, over the row's pages.
+        """Causal attention over each row's pages, in four steps: norm every head of q and k, if norms [head_dim] are given;
+        rotate them by their positions (the halves of a head are paired, as in transformers' rotate_half); write k and v
+        into the pages [pages, kv_heads, block_size, head_dim], in place; attend.
         qkv: [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim]"""
 
     def linear_add(self, x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """residual + (x @ weight.T + bias): the way out of attention and of the MLP.  [T,I], [T,H] -> [T,H]"""
+        """residual + (x @ weight.T + bias): the output projection of attention and of the MLP.  [T,I], [T,H] -> [T,H]"""
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
-        """silu(g) * u of rms_norm(x) @ weight.T = [g, u]; weight stacks gate over up, [2I,H].  [T,H] -> [T,I]"""
+        """silu(g) * u, where [g, u] = rms_norm(x) @ weight.T; weight stacks gate over up, [2I,H].  [T,H] -> [T,I]"""
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
         """rms_norm(x) @ weight.T in float32: the logits.  [N,H] -> [N,V] float32"""
@@ -90,21 +92,22 @@ class Kernels(Protocol):
         """[T,H] -> [T,H]"""
 
     def bounded(self, width: int, context: int, ragged: bool = False) -> Kernels:
-        """The same for batches whose rows have `width` tokens each (ragged: 1 to `width`, with padding behind the last), at
-        positions below `context`, where that helps."""
+        """Kernels for batches whose rows have `width` tokens each (ragged: 1 to `width`, with padding behind the last row), at
+        positions below `context`. Faster where a set of kernels uses the bounds, else the same kernels."""
 
     def bind(self, layers: Layers) -> RunLayers:
-        """What runs some of these layers: `one_by_one`, or the same in fewer calls."""
+        """A function that runs some of these layers: `one_by_one`, or the same in fewer calls. It may keep the addresses of
+        weights and pages, which must not move."""
 
 
 class RunLayers(Protocol):
     def __call__(self, x: Tensor, batch: Batch, first: int, last: int) -> Tensor:
-        """x after the layers first .. last - 1, a new tensor. A pass calls it from layer 0 up, one part after the other, with
-        no other launch between.  [T,H] -> [T,H]"""
+        """x after the layers first .. last - 1, a new tensor. A forward pass calls it for consecutive parts of the layers,
+        from layer 0 on, and launches nothing else between them.  [T,H] -> [T,H]"""
 
 
 def one_by_one(run: Kernels, layers: Layers, x: Tensor, batch: Batch, first: int, last: int) -> Tensor:
-    """A decoder's layers.  [T,H] -> [T,H]"""
+    """The layers first .. last - 1, operation by operation.  [T,H] -> [T,H]"""
     _, shapes, eps, cos, sin, keys, values = layers
     for i in range(first, last):
         w = layers.weights[i]

@@ -1,16 +1,17 @@
-/* The kernels of kernels/__init__.py in C, for bfloat16 and float32 on the CPU. cpu.py compiles and calls this; reference.py
- * says what each computes. Nothing here allocates tensors or checks arguments. The functions below open a team of threads.
+/* The kernels of kernels/__init__.py in C, for bfloat16 and float32 on the CPU. cpu.py compiles this file, allocates the
+ * tensors, checks the arguments and calls the functions below, each of which opens a team of threads. reference.py shows what
+ * they compute.
  *
- * Batch invariance: an output element is computed by the same sequence of floating-point operations whatever the other
- * tokens of the batch and the number of threads. Between instruction sets the sequence differs.
+ * Batch invariance: the sequence of floating-point operations of an output element does not depend on the other tokens of the
+ * batch or on the number of threads. It does depend on the instruction set.
  */
 #include "cpu_attention.h"
 #include "cpu_linear.h"
 
-/* the instruction set that this was compiled for */
+/* the instruction set that this file was compiled for */
 const char *fr_isa(void) { return ISA; }
 
-/* wide: float32 instead of bfloat16, here and below */
+/* One linear layer. wide, here and below: float32 instead of bfloat16. */
 void fr_linear(int wide, int kind, const void *x, int64_t tokens, int64_t k, const void *norm, float eps, const void *w,
                const void *bias, int64_t outs, const void *residual, void *y, int threads) {
     Linear a = {kind, x, norm, w, bias, residual, eps, tokens, k, outs, y};
@@ -35,7 +36,7 @@ void fr_rms_norm(int wide, const void *x, int64_t tokens, int64_t k, const void 
     }
 }
 
-/* shape: tokens, rows, table_width, block_size, heads, kv_heads, head_dim, window */
+/* Attention. shape: tokens, rows, table_width, block_size, heads, kv_heads, head_dim, window */
 void fr_attend(int wide, const void *qkv, const int64_t *shape, float eps, const float *cos, const float *sin, const void *q_norm,
                const void *k_norm, void *key_pages, void *value_pages, const int64_t *positions, const int32_t *row_start,
                const int32_t *block_table, void *y, int threads) {
@@ -53,8 +54,8 @@ typedef struct {
     int64_t window;
 } Layer;
 
-/* whole decoder layers, one after another, in one team; x [tokens][hidden] is replaced. shape as in fr_attend, without
- * its window, which is each layer's */
+/* Consecutive decoder layers, all in one team. x [tokens][hidden] is overwritten by the result. shape: as in fr_attend without
+ * the window, which each layer has. */
 void fr_layers(int wide, const Layer *layers, int64_t count, void *x, int64_t hidden, int64_t inner, const int64_t *shape,
                float eps, float head_eps, const float *cos, const float *sin, const int64_t *positions, const int32_t *row_start,
                const int32_t *block_table, int threads) {

@@ -1,6 +1,5 @@
-"""The kernels on the CPU: compiles cpu.c when it is first needed, for the instruction set that is asked for, and calls it.
-Knows where the compiled file is kept and that it has to share torch's OpenMP threads; what the kernels compute is in
-reference.py, how in cpu.c and the headers beside it.
+"""The kernels on the CPU. cpu.c is compiled when it is first needed, for the instruction set that is asked for, and kept in the
+cache folder. It shares torch's OpenMP threads. reference.py shows what the kernels compute; the code is in cpu.c and cpu_*.h.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-w")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-ISAS = {  # what the compiler is told for each instruction set, the best first; cpu_vectors.h chooses by it
+ISAS = {  # the compiler's flags for each instruction set, the best first; cpu_vectors.h chooses its code by them
     "avx512bf16": (*AVX512, "-mavx512bf16"),
     "avx512": AVX512,
     "avx2": AVX2,
@@ -36,8 +35,8 @@ ISAS = {  # what the compiler is told for each instruction set, the best first; 
 }
 SETTING = "FORERUN_CPU_ISA"
 
-PLAIN, ADD, GATE_UP, LOGITS = range(4)
-LAYER_BYTES = 13 * 8  # of struct Layer in cpu.c
+PLAIN, ADD, GATE_UP, LOGITS = range(4)  # the same enum as in cpu_linear.h
+LAYER_BYTES = 13 * 8  # the size of struct Layer in cpu.c
 
 
 def cache_folder() -> Path:
@@ -46,7 +45,7 @@ def cache_folder() -> Path:
 
 
 def processor() -> str:
-    """The processor's name and abilities."""
+    """The processor's name and instruction sets, as text."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         return "\n".join(line for line in lines if line.startswith(("vendor_id", "model", "flags", "CPU ", "Features")))
@@ -55,7 +54,7 @@ def processor() -> str:
 
 
 def isas() -> tuple[str, ...]:
-    """The instruction sets of ISAS that this processor has, the best first."""
+    """The instruction sets in ISAS that this processor has, the best first."""
     has = {
         "avx512bf16": torch.cpu._is_avx512_bf16_supported,
         "avx512": torch.cpu._is_avx512_supported,
@@ -66,7 +65,8 @@ def isas() -> tuple[str, ...]:
 
 
 def wanted_isas() -> tuple[str, ...]:
-    """The instruction sets to try: the one that FORERUN_CPU_ISA names, or else all, the best first. Raises SettingError."""
+    """The instruction sets to try, the best first: the one that FORERUN_CPU_ISA names, else all that the processor has.
+    Raises SettingError."""
     given, known = os.environ.get(SETTING) or "auto", isas()
     one_of = f"give auto or an instruction set that this processor has: {', '.join(known)}"
     require(given == "auto" or given in known, SETTING, given, one_of)
@@ -74,8 +74,8 @@ def wanted_isas() -> tuple[str, ...]:
 
 
 def build(isa: str, source: Path = SOURCE) -> Path:
-    """The kernels compiled for an instruction set, from the cache folder or made there (some seconds). Raises OSError or
-    subprocess.CalledProcessError when there is no working compiler."""
+    """The file of the kernels compiled for an instruction set. It is taken from the cache folder, or made there, which takes
+    some seconds. Raises OSError or subprocess.CalledProcessError if there is no working compiler."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     command = (*compiler, *FLAGS, *ISAS[isa])
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("cpu_*.h")))]
@@ -86,15 +86,15 @@ def build(isa: str, source: Path = SOURCE) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made, linked = Path(folder) / "cpu.o", Path(folder) / "cpu.so"
-        # linked without -fopenmp: the OpenMP functions are to be torch's, two runtimes would fight for the cores
+        # linked without -fopenmp, so that torch's OpenMP runtime is used: two runtimes would compete for the cores
         for arguments in ((*command, "-c", str(source), "-o", str(made)), (*compiler, "-shared", str(made), "-o", str(linked))):
             subprocess.run(arguments, check=True, capture_output=True, text=True)
-        os.replace(linked, target)  # whole or not at all, for processes that start together
+        os.replace(linked, target)  # atomic: another process may be doing the same
     return target
 
 
 def share_openmp() -> None:
-    """Make the OpenMP runtime that torch uses visible to what is loaded next."""
+    """Make torch's OpenMP runtime visible to the libraries loaded after this. Raises OSError if torch has none."""
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
     beside_torch = str(Path(torch.__file__).parent)
     runtimes = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5", "libomp."))]
@@ -106,7 +106,7 @@ def share_openmp() -> None:
 
 @cache
 def library(isa: str) -> ctypes.CDLL:
-    """The kernels compiled for an instruction set that this processor has, loaded. Raises as `build` does."""
+    """The kernels for an instruction set that this processor has, compiled and loaded. Raises as `build` does."""
     path = build(isa)
     share_openmp()
     lib = ctypes.CDLL(str(path))
@@ -126,8 +126,9 @@ def address(t: Tensor | None) -> int | None:
 
 
 class CpuKernels:
-    """The kernels for bfloat16 or float32; `kernels` chooses. isa: the instruction set. Each output is rounded alike whatever
-    the other tokens of a batch, so a verify step rounds as plain decoding does, and a prompt in chunks as in one piece."""
+    """The kernels for bfloat16 or float32. isa: the instruction set. They are batch-invariant: a token's result does not
+    depend on the other tokens of the batch, bit for bit. So a verify step rounds as plain decoding does, and a prompt in
+    chunks as in one piece."""
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.lib, self.dtype = lib, dtype
@@ -205,10 +206,9 @@ class CpuKernels:
 
 
 class Stack:
-    """Consecutive decoder layers with their pages, run by one call: what the kernels do one by one, bit for bit, without going
-    back to Python between them.
+    """Consecutive decoder layers with their pages, run by one call into C. The results are those of `one_by_one`, bit for bit.
 
-    layers, shapes, keys, values: one of each for every layer; what they point at must stay where it is.
+    layers, shapes, keys, values: one of each for every layer. Their addresses are read here, once, so they must not move.
     """
 
     def __init__(
@@ -223,14 +223,14 @@ class Stack:
                 if t is not None and (t.dtype != kernels.dtype or not t.is_contiguous()):
                     raise TypeError(f"weights and pages must be contiguous {kernels.dtype}, not {t.dtype}")
             pointers += [address(t) or 0 for t in tensors] + [shape.window]
-        self.kept = (layers, keys, values)  # alive as long as their addresses are used
+        self.kept = (layers, keys, values)  # so that they live as long as their addresses are used
         self.count, self.shape, self.eps = len(layers), shapes[0], eps
         self.block, self.inner = keys[0].shape[2], layers[0].gate_up.rows // 2
         self.table = (ctypes.c_int64 * len(pointers))(*pointers)
         self.run, self.wide, self.dtype = kernels.lib.fr_layers, kernels.wide, kernels.dtype
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, first: int = 0, last: int | None = None) -> Tensor:
-        """x after the layers first .. last (not included; None: all).  [T,H] -> [T,H]"""
+        """x after the layers first .. last - 1, a new tensor. last None: all layers from first on.  [T,H] -> [T,H]"""
         x = x.clone(memory_format=torch.contiguous_format)
         heads, kv_heads, dim, _, head_eps = self.shape
         table = batch.block_table
@@ -251,7 +251,7 @@ def _compiled(isas: tuple[str, ...]) -> ctypes.CDLL | None:
     for isa in isas:
         try:
             return library(isa)
-        except subprocess.CalledProcessError as error:  # perhaps the compiler is older than the instruction set
+        except subprocess.CalledProcessError as error:  # an old compiler may not know the instruction set
             problem = f"the C kernels did not compile ({(error.stderr or str(error)).strip().splitlines()[-1]})"
         except OSError as error:
             problem = f"the C kernels cannot be used ({error})"
@@ -260,30 +260,30 @@ def _compiled(isas: tuple[str, ...]) -> ctypes.CDLL | None:
 
 
 def compiled() -> ctypes.CDLL | None:
-    """The library for the best instruction set that is there and wanted, or None, with a warning, where there is no compiler
-    to make one. Raises SettingError for an instruction set that is not there."""
+    """The library for the best of `wanted_isas`. None, with a warning, where none can be compiled. Raises SettingError for an
+    instruction set that the processor does not have."""
     return _compiled(wanted_isas())
 
 
 def kernels(dtype: torch.dtype) -> Kernels:
-    """The fastest kernels that this machine can run for a dtype: C for bfloat16 and float32, where a compiler is found
-    (otherwise a warning, once, and plain torch); plain torch for every other dtype."""
+    """The fastest kernels of this machine for a dtype: C for bfloat16 and float32; plain torch for other dtypes, and, with a
+    warning, where there is no compiler."""
     lib = compiled() if dtype in (torch.bfloat16, torch.float32) else None
     return reference if lib is None else CpuKernels(lib, dtype)
 
 
 def isa_of(kernels: Kernels) -> str | None:
-    """The instruction set of kernels that are this module's, None for others."""
+    """The instruction set of CpuKernels; None for other kernels."""
     return kernels.isa if isinstance(kernels, CpuKernels) else None
 
 
 def build_of(kernels: Kernels) -> str:
-    """A name that is another for kernels that may take another time."""
+    """A name of the build: kernels of different names may differ in speed."""
     return Path(kernels.lib._name).stem if isinstance(kernels, CpuKernels) else "torch"
 
 
 def best_dtype() -> tuple[torch.dtype, str]:
-    """The faster one of bfloat16 and float32 for a checkpoint of 16 bits, and why."""
+    """The faster of bfloat16 and float32 for a checkpoint of 16 bits, and the reason in words."""
     lib = compiled()
     isa = lib.fr_isa().decode() if lib is not None else None
     if isa == "portable":

@@ -1,21 +1,23 @@
-/* Attention over pages. Softmax is taken over CHUNK positions (absolute, so the same for every token), and chunks are merged
- * in order; positions that a token may not see add exact zeros. So a token's result does not depend on the batch.
+/* Paged attention. A softmax is taken over each chunk of CHUNK positions; chunks begin at fixed positions, and their results
+ * are merged in order. A position that a token may not attend to adds an exact zero. So a token's result does not depend on the
+ * batch.
  *
- * Keys and values are packed as 32-bit words before they are multiplied: a float32 each, or a pair of bfloat16 where DOT_BF16.
+ * Keys and values are packed into 32-bit words before they are multiplied. A word is a float32, or with DOT_BF16 a pair of
+ * bfloat16.
  */
 #pragma once
 #include "cpu_linear.h"
 
 enum { CHUNK = 128 };  /* positions of one softmax */
-enum { QUERIES = 48 };  /* query rows (tokens x heads of a group) of one attention task, about */
+enum { QUERIES = 48 };  /* about how many query rows (tokens x query heads of a key head) one task has */
 #if AVX512
-enum { WIDE = 4 };     /* vectors that are summed at once for 4 rows */
+enum { WIDE = 4 };     /* vectors that are summed at once, for each of 4 rows */
 #else
 enum { WIDE = 2 };
 #endif
 
 typedef struct {
-    const void *qkv, *q_norm, *k_norm; /* norms: or NULL */
+    const void *qkv, *q_norm, *k_norm; /* norms: may be NULL */
     void *key_pages, *value_pages, *y;
     const float *cos, *sin;
     const int64_t *positions;
@@ -23,16 +25,17 @@ typedef struct {
     int64_t tokens, rows, table_width, block_size;
     int64_t heads, kv_heads, dim, window;
     float eps;
-    float *partial;   /* results of single chunks, or NULL: a task does all chunks of its tile */
-    int64_t chunks;   /* room for so many chunks of each query row in partial */
-    int64_t *next;    /* the next task to take, shared by the team, 0 at first */
+    float *partial;   /* the results of chunks, if each chunk is a task of its own; NULL: a task does all chunks of its tile */
+    int64_t chunks;   /* how many chunks of each query row partial holds */
+    int64_t *next;    /* the next task to take, shared by the team; 0 at first */
 } Attend;
 
+/* the first position that a token at this position attends to */
 INLINE int64_t first_seen(const Attend *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* one head of q or k: norm, rotate */
+/* norm and rotate one head of q or k */
 INLINE void rotate(const int wide, const Attend *a, const void *x, const void *norm, int64_t position, void *y) {
     const int64_t half = a->dim / 2;
     const float *c = a->cos + position * half, *s = a->sin + position * half;
@@ -47,12 +50,14 @@ INLINE void rotate(const int wide, const Attend *a, const void *x, const void *n
     }
 }
 
-INLINE int64_t page_at(const Attend *a, int64_t row, int64_t kv_head, int64_t position) { /* in elements */
+/* where in the pages a head's key (and value) at a position begins, in elements */
+INLINE int64_t page_at(const Attend *a, int64_t row, int64_t kv_head, int64_t position) {
     int64_t page = a->block_table[row * a->table_width + position / a->block_size];
     return ((page * a->kv_heads + kv_head) * a->block_size + position % a->block_size) * a->dim;
 }
 
-/* q, rotated, goes to y, which the output takes later; k and v to the pages. Padding, which is in no row, keeps its q */
+/* Write q, normed and rotated, to y, which the output overwrites later, and k and v to the pages. Padding tokens, which are in
+ * no row, write to no page; their q stays in y. */
 INLINE void place_team(const int wide, Team me, const Attend *a) {
     const int64_t all = a->heads + 2 * a->kv_heads, size = wide ? 4 : 2, bytes = a->dim * size;
     int64_t low, high, row = 0;
@@ -73,10 +78,10 @@ INLINE void place_team(const int wide, Team me, const Attend *a) {
     }
 }
 
-/* whether words are pairs of bfloat16 */
+/* whether a word is a pair of bfloat16 */
 #define IN_PAIRS(wide) (DOT_BF16 && !(wide))
 
-/* LANES words of a key or value from word d on; NULL: zeros */
+/* LANES words of a key or value from word d on. p NULL: zeros */
 INLINE vu words_at(const int wide, const char *p, int64_t d) {
     if (!p) return (vu){0};
     return wide || IN_PAIRS(wide) ? load_words(p + 4 * d) : (vu)load_bf16((const bf16 *)p + d);
@@ -94,7 +99,7 @@ INLINE uint32_t word_at(const int wide, const char *p, int64_t d) {
     return (uint32_t)half << 16;
 }
 
-/* to[c][i] = from[i][c], LANES x LANES words; the rows of `to` lie LANES words apart */
+/* to[c][i] = r[i][c], LANES x LANES words; the rows of `to` are LANES words apart */
 INLINE void transpose(vu *r, uint32_t *to) {
 #if AVX512
     __m512i t[16], u[16];
@@ -141,7 +146,7 @@ INLINE void transpose(vu *r, uint32_t *to) {
 #endif
 }
 
-/* Packs LANES keys word by word: to[d][key]. keys[i] NULL: zeros. */
+/* Pack LANES keys, word by word: to[d][key]. keys[i] NULL: zeros */
 INLINE void pack_keys(const int wide, const char *const *keys, int64_t words, uint32_t *to) {
     int64_t d = 0;
     int any = 0;
@@ -160,7 +165,7 @@ INLINE void pack_keys(const int wide, const char *const *keys, int64_t words, ui
         for (int i = 0; i < LANES; i++) to[d * LANES + i] = word_at(wide, keys[i], d);
 }
 
-/* two values, side by side in each word: to[d] = a[d] | b[d] << 16; NULL: zeros */
+/* Pack two values, one in each half of a word: to[d] = a[d] | b[d] << 16. NULL: zeros */
 INLINE void pack_pair(const bf16 *a, const bf16 *b, int64_t dim, uint32_t *to) {
     static const bf16 none[LANES];
     int64_t d = 0;
@@ -172,7 +177,7 @@ INLINE void pack_pair(const bf16 *a, const bf16 *b, int64_t dim, uint32_t *to) {
     for (; d < dim; d++) to[d] = (a ? a[d] : 0) | ((uint32_t)(b ? b[d] : 0) << 16);
 }
 
-/* a value as float32 words; NULL: zeros */
+/* Pack a value as float32 words. NULL: zeros */
 INLINE void pack_value(const int wide, const char *value, int64_t dim, uint32_t *to) {
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) store_words(to + d, words_at(wide, value, d));
@@ -186,7 +191,7 @@ INLINE vf product(const int pairs, vf acc, vu a, vu b) {
     return fma_((vf)a, (vf)b, acc);
 }
 
-/* to[r][v] (v of `vectors` <= WIDE) = sum over i < count of a[r][i] * b[i * step + LANES v]; the products of words */
+/* to[r][v] = the sum over i < count of a[r][i] * b[i * step + v * vector_step], for v < vectors <= WIDE: products of words */
 INLINE void outer(const int pairs, const int rows, int vectors, int64_t count, const uint32_t *const *a, const uint32_t *b,
                   int64_t vector_step, int64_t step, float *const *to) {
     vf acc[4][WIDE];
@@ -231,9 +236,11 @@ INLINE void outer_rows(const int pairs, int rows, int vectors, int64_t count, co
     }
 }
 
-/* A softmax in pieces: peak of the scores, sum of exp(score - peak), sum of exp(score - peak) * value. */
-INLINE int64_t piece_size(int64_t dim) { return LANES + ((dim + 15) & ~(int64_t)15); } /* floats: peak, sum, .., values */
+/* A piece is the softmax of one chunk or several: the peak of the scores, the sum of exp(score - peak), and the sum of
+ * exp(score - peak) * value. In floats: peak, sum, LANES - 2 unused, values. */
+INLINE int64_t piece_size(int64_t dim) { return LANES + ((dim + 15) & ~(int64_t)15); }
 
+/* merge a piece into another (Milakov and Gimelshein 1805.02867) */
 static void merge(float *into, const float *piece, int64_t dim) {
     if (piece[0] == NEG_INF) return;
     if (into[0] == NEG_INF) {
@@ -257,10 +264,10 @@ typedef struct { int64_t row, begin, end, kv_head, low, high; } Task; /* tokens 
 
 INLINE int64_t padded_dim(int64_t dim) { return (dim + 15) & ~(int64_t)15; }
 
-/* bytes of room that `chunk` needs for so many query rows */
+/* the bytes of scratch memory that `chunk` needs for this many query rows */
 INLINE int64_t chunk_room(int64_t dim, int64_t rows) { return (dim + padded_dim(dim) + rows) * CHUNK * 4 + rows * dim * 4; }
 
-/* the pieces of the task's query rows over one chunk: pieces[r] */
+/* the softmax over chunk c, of each query row r of the task: pieces[r] */
 INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, float *const *pieces, char *room) {
     const int pairs = IN_PAIRS(wide);
     const int64_t dim = a->dim, group = a->heads / a->kv_heads, size = wide ? 4 : 2;
@@ -273,10 +280,10 @@ INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, 
     uint32_t *keys = (uint32_t *)room;                    /* [vector][words][LANES] */
     uint32_t *values = keys + dim * CHUNK;                /* [unit][padded] */
     float *scores = (float *)(values + padded * CHUNK);   /* [rows][CHUNK], then the weights as words */
-    float *queries = scores + rows * CHUNK;               /* [rows][dim], where y is not in words yet */
+    float *queries = scores + rows * CHUNK;               /* [rows][dim], where y must be converted to words */
 
     int64_t page = start / a->block_size, at = start % a->block_size, base = -1;
-    const char *key_at[CHUNK], *value_at[CHUNK]; /* NULL: not seen */
+    const char *key_at[CHUNK], *value_at[CHUNK]; /* NULL: no query of the task attends to it */
     for (int i = 0; i < vectors * LANES; i++) {
         key_at[i] = value_at[i] = NULL;
         if (start + i >= from && start + i < stop) {
@@ -320,7 +327,7 @@ INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, 
                 vf x = load(s + LANES * v) * scale;
                 int64_t first = start + LANES * v;
                 if (first + LANES - 1 > position || first < seen) {
-                    int32_t most = (int32_t)(position - first), least = (int32_t)(seen - first); /* lanes least .. most are seen */
+                    int32_t most = (int32_t)(position - first), least = (int32_t)(seen - first); /* lanes least .. most count */
                     vi ok = (lane <= most) & (lane >= least);
                     x = (vf)(((vi)x & ok) | ((vi)splat(NEG_INF) & ~ok));
                 }
@@ -329,7 +336,7 @@ INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, 
             }
             piece[0] = peak(top);
             for (int v = 0; v < vectors; v++) {
-                /* weights are rounded before they are summed, so that they add up to one */
+                /* the weights are rounded before they are summed, so that they add up to one */
                 vf p = piece[0] == NEG_INF ? (vf){0} : exp_(load(s + LANES * v) - piece[0]);
                 if (wide) {
                     store(s + LANES * v, p);
@@ -352,12 +359,13 @@ INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, 
     }
 }
 
+/* the tokens of a tile; a task takes one tile of a row and one key head */
 INLINE int64_t tile_tokens(const Attend *a) {
     int64_t n = QUERIES * a->kv_heads / a->heads;
     return n < 1 ? 1 : n;
 }
 
-/* task number i, or 0 if there are fewer; walks on from where the last search of this thread ended */
+/* Find task number `wanted`; 0 if there are fewer. row, token and before: where the last search of this thread ended. */
 static int find_task(const Attend *a, int64_t wanted, Task *task, int64_t *row, int64_t *token, int64_t *before) {
     const int64_t most = tile_tokens(a);
     for (; *row < a->rows; ++*row, *token = -1) {
@@ -428,7 +436,7 @@ INLINE void attend_team(const int wide, Team me, const Attend *a) {
     else attend_bf16(me, a);
 }
 
-/* Few tokens with a long past make few tasks: then every chunk is a task of its own, if its pieces fit in 16 MB. */
+/* Few tokens with a long context make few tasks. Then every chunk is a task of its own, if the pieces fit in 16 MB. */
 static void plan_attend(Attend *a, int threads) {
     int64_t tiles = 0, chunks = 0, piece = piece_size(a->dim) * (int64_t)sizeof(float);
     for (int64_t r = 0; r < a->rows; r++) {

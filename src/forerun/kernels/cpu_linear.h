@@ -1,22 +1,21 @@
 /* Norms and linear layers. A weight is read from memory once for each SLAB of tokens.
  *
- * Every output is summed in the same order for any number of tokens: one accumulator of LANES lanes over k, then the
- * tree of sum4. How many outputs are computed side by side only changes which of them share a load. bfloat16 is taken
- * STEP elements at a time, as pairs where DOT_BF16, and elsewhere the even ones and then the odd ones, since a shift and
- * a mask take the two halves of a word apart.
+ * Every output is summed in the same order for any number of tokens: one accumulator of LANES lanes over k, then the tree of
+ * sum4. The number of outputs computed together only changes which of them share a load. bfloat16 is taken STEP elements at a
+ * time: as pairs with DOT_BF16, else first the even elements and then the odd ones, which a shift and a mask separate.
  */
 #pragma once
 #include "cpu_team.h"
 #include "cpu_vectors.h"
 
-enum { SLAB = 64 };     /* tokens for which a block of weights is used while it is in the cache */
-enum { LEAD = 8192 };   /* how many bytes before their use weights are fetched, at least */
-enum { SHARED = 16 };   /* from so many tokens on the team shares out the preparing of x, which else each thread does alone */
+enum { SLAB = 64 };     /* tokens that use a block of weights while it is in the cache */
+enum { LEAD = 8192 };   /* weights are prefetched at least this many bytes before their use */
+enum { SHARED = 16 };   /* from this many tokens on, the team splits the preparation of x; below, each thread does all of it */
 enum { STEP = 2 * LANES };
-enum { BF16_LINES = 4 * STEP * sizeof(bf16) / 64 }; /* cache lines that a step takes of 4 rows */
+enum { BF16_LINES = 4 * STEP * sizeof(bf16) / 64 }; /* cache lines of one step of 4 rows */
 #if AVX512
-enum { FEW = 6 };       /* tokens beside 4 rows of w: as many as there are registers for the sums */
-enum { PAIRED = 10 };   /* beside 2 rows */
+enum { FEW = 6 };       /* tokens multiplied with 4 rows of w at once: the registers hold the sums of no more */
+enum { PAIRED = 10 };   /* the same with 2 rows of w */
 #else
 enum { FEW = 3 };
 enum { PAIRED = 6 };
@@ -41,24 +40,24 @@ enum { PLAIN, ADD, GATE_UP, LOGITS };
 
 typedef struct {
     int kind;
-    const void *x, *norm, *w, *bias, *residual; /* norm, bias: or NULL */
+    const void *x, *norm, *w, *bias, *residual; /* norm, bias: may be NULL */
     float eps;
     int64_t tokens, k, outs;
-    void *y; /* for LOGITS float32 */
+    void *y; /* float32 for LOGITS */
 } Linear;
 
-/* How weights come to be multiplied, and what x is laid out as: PAIRS of bfloat16 as they are stored, x too; else x is float32,
- * and w is bfloat16 (BF16), or float32 (FLOAT), or the TILE that an earlier pass over the same rows has left (FILL, of bfloat16). */
+/* The form of the operands. PAIRS: w and x are pairs of bfloat16, as stored. In the other forms x is float32 and w is bfloat16
+ * (BF16, FILL), float32 (FLOAT), or a TILE of float32 that an earlier pass over the same rows of bfloat16 left (FILL). */
 enum { PAIRS, BF16, FLOAT, FILL, TILE };
 
 #define X_SIZE(form) ((form) == PAIRS ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float))
 #define W_SIZE(form) ((form) == FLOAT ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16))
 
-/* The rows of w that are multiplied at once, and what is fetched meanwhile: from `next` on, at each step `advance` bytes
- * further. tile: [steps][4 rows][STEP] */
+/* The rows of w that are multiplied at once. Meanwhile memory is prefetched from `next` on, `advance` bytes further at each
+ * step. tile: [steps][4 rows][STEP] */
 typedef struct { const char *row[4]; float *tile; const char *next; int64_t advance; } Rows;
 
-/* the even or the odd ones of STEP bfloat16, as float32. tight: there is no register left for the mask */
+/* the even (half 0) or odd (half 1) elements of STEP bfloat16, as float32. tight: no register is left for the mask */
 INLINE vf half_of(const int tight, const bf16 *from, int half) {
     vu words = load_words(from);
 #if AVX2
@@ -71,7 +70,7 @@ INLINE vf half_of(const int tight, const bf16 *from, int half) {
     return (vf)(half ? words & 0xffff0000u : words << 16);
 }
 
-/* LANES weights of row r from k = i on */
+/* LANES weights of row r, of the STEP from k = i on */
 INLINE vf weights(const int form, const int tight, const char *const *w, float *tile, int r, int64_t i, int half) {
     float *kept = tile + 4 * i + r * STEP + half * LANES;
     if (form == TILE) return load(kept);
@@ -81,7 +80,7 @@ INLINE vf weights(const int form, const int tight, const char *const *w, float *
     return v;
 }
 
-/* acc + the products of STEP elements from i on, of `rows` rows of w with n rows of x */
+/* Add the products of STEP elements from i on, of `rows` rows of w with n rows of x, to acc. */
 INLINE void multiply(const int form, const int rows, const int n, const char *const *w, float *tile, const char *const *x,
                      int64_t i, vf acc[4][PAIRED]) {
 #if DOT_BF16
@@ -100,7 +99,7 @@ INLINE void multiply(const int form, const int rows, const int n, const char *co
 #endif
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-        vf kept[4]; /* of w or of x, of which there are fewer: registers are scarce */
+        vf kept[4]; /* of w or of x, whichever has fewer rows: registers are scarce */
         if (rows <= n) {
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) kept[r] = weights(form, rows * n == 4 * FEW, w, tile, r, i, half);
@@ -123,8 +122,8 @@ INLINE void multiply(const int form, const int rows, const int n, const char *co
     }
 }
 
-/* sums[n][LANES] = `rows` (2 or 4) rows of w times n rows of x, which have zeros behind k up to a multiple of STEP.
- * lines: how many cache lines are fetched at each step */
+/* sums[n][LANES] = `rows` (2 or 4) rows of w times n rows of x. x has zeros from k up to a multiple of STEP. lines: how many
+ * cache lines are prefetched at each step */
 INLINE void products(const int form, const int lines, const int rows, const int n, const Rows *w, int64_t k, const char *x,
                      int64_t stride, float *sums) {
     vf acc[4][PAIRED];
@@ -139,7 +138,7 @@ INLINE void products(const int form, const int lines, const int rows, const int 
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 10
         for (int j = 0; j < n; j++) acc[r][j] = (vf){0};
-    if (form == TILE) k = stride; /* its zeros stand in the tile */
+    if (form == TILE) k = stride; /* the tile holds the zeros behind k */
     int64_t i = 0;
     for (; i + STEP <= k; i += STEP) {
 #pragma GCC unroll 8
@@ -163,7 +162,7 @@ INLINE void products(const int form, const int lines, const int rows, const int 
     }
 }
 
-/* 4 rows of w times n <= FEW of x */
+/* 4 rows of w times n <= FEW rows of x */
 INLINE void few(const int form, const int lines, int n, const Rows *w, int64_t k, const char *x, int64_t stride, float *sums) {
     switch (n) {
     case 1: products(form, lines, 4, 1, w, k, x, stride, sums); break;
@@ -177,7 +176,7 @@ INLINE void few(const int form, const int lines, int n, const Rows *w, int64_t k
     }
 }
 
-/* 2 rows of w times FEW < n <= PAIRED of x: each weight is loaded once, where two passes of `few` would load it twice */
+/* 2 rows of w times FEW < n <= PAIRED rows of x. Each weight is loaded once; two passes of `few` would load it twice. */
 INLINE void paired(const int form, const int lines, int n, const Rows *w, int64_t k, const char *x, int64_t stride, float *sums) {
     switch (n) {
     case FEW + 1: products(form, lines, 2, FEW + 1, w, k, x, stride, sums); break;
@@ -189,8 +188,8 @@ INLINE void paired(const int form, const int lines, int n, const Rows *w, int64_
     }
 }
 
-/* Functions of their own, in which the compiler finds good registers. What is fetched at each step: as many lines as it takes,
- * or one, where several passes share the fetching. */
+/* Not inlined, since the compiler then allocates registers well. Lines prefetched at each step: all that the step uses, or one
+ * where several passes over the same rows share the prefetching. */
 #define PRODUCTS(name, template, form, lines)                                                                             \
     static __attribute__((noinline)) void name(int n, const Rows *w, int64_t k, const char *x, int64_t stride, float *sums) { \
         template(form, lines, n, w, k, x, stride, sums);                                                                  \
@@ -210,8 +209,8 @@ PRODUCTS(few_float, few, FLOAT, 2 * BF16_LINES)
 PRODUCTS(paired_float, paired, FLOAT, BF16_LINES)
 PRODUCTS(many_float, few, FLOAT, 1)
 
-/* sums[n][LANES] = 4 rows of w, of which the first `valid` are there, times n rows of x. Fetches as much as these rows
- * from `next` on, evenly over the work, so that the memory stays busy while the cores multiply. tile: room for 4 rows */
+/* sums[n][LANES] = 4 rows of w, of which the first `valid` exist, times n rows of x. Meanwhile as many bytes as these rows have
+ * are prefetched from `next` on, evenly over the steps, so that memory and cores are both busy. tile: space for 4 rows */
 INLINE void block(const int wide, int n, const char *w, int valid, int64_t k, const char *x, int64_t stride, float *sums,
                   const char *next, float *tile) {
     const int form = wide ? FLOAT : DOT_BF16 ? PAIRS : BF16;
@@ -241,7 +240,7 @@ INLINE void block(const int wide, int n, const char *w, int valid, int64_t k, co
     }
 }
 
-/* a row of bfloat16 as float32 in the order in which `weights` gives it, zeros behind it */
+/* Convert a row of bfloat16 to float32, in the order in which `weights` gives elements, with zeros up to a multiple of STEP. */
 INLINE void spread(const bf16 *from, int64_t k, float *to) {
     for (int64_t i = 0; i < k; i += STEP) {
         bf16 tail[STEP] = {0};
@@ -251,7 +250,7 @@ INLINE void spread(const bf16 *from, int64_t k, float *to) {
     }
 }
 
-/* a row of x ready for `products`: normed, in the layout of the form, zeros behind it. own: room for a row */
+/* Prepare a row of x for `products`: normed, in the layout of the form, with zeros up to the stride. own: space for a row */
 INLINE void prepare(const int form, const Linear *a, int64_t token, int64_t stride, void *to, bf16 *own) {
     const int wide = form == FLOAT;
     const int64_t size = X_SIZE(form);
@@ -268,7 +267,7 @@ INLINE void prepare(const int form, const Linear *a, int64_t token, int64_t stri
 
 INLINE int64_t stride_of(int64_t k) { return (k + STEP - 1) / STEP * STEP; }
 
-/* bytes that a team's room must have for layers of such a width, and more tokens than one */
+/* the bytes of scratch memory that a team shares in linear_team (`room`), for this many tokens and inputs */
 INLINE size_t room_for(int64_t tokens, int64_t k) {
     return tokens < SHARED ? 0 : (size_t)((tokens < SLAB ? tokens : SLAB) * stride_of(k)) * sizeof(float);
 }
@@ -279,7 +278,7 @@ INLINE void linear_as(const int wide, Team me, const Linear *a, void *room) {
     int64_t low, high;
     share(me, (outs + 3) / 4, &low, &high);
     low *= 4, high = high * 4 < outs ? high * 4 : outs;
-    if (low < high) /* while x is prepared */
+    if (low < high) /* prefetch the first weights while x is prepared */
         for (int i = 0; i < 128; i++) fetch((const char *)a->w + low * k * size + 64 * i);
 
     const int lead = 1 + (int)(LEAD / (4 * size) / k); /* blocks */
@@ -296,7 +295,7 @@ INLINE void linear_as(const int wide, Team me, const Linear *a, void *room) {
             int64_t from = 0, to = n;
             if (shared) {
                 share(me, n, &from, &to);
-                if (slab) { BARRIER } /* until all are done with the last slab */
+                if (slab) { BARRIER } /* all threads are done with the last slab */
             }
             for (int64_t j = from; j < to; j++)
                 prepare(form, a, slab + j, stride, own + j * stride * X_SIZE(form), row);

@@ -1,5 +1,4 @@
-/* The threads that run a kernel together, and their memory. Every function `x_team` is run by all threads of a team, which
- * split the work.
+/* Teams of threads and their scratch memory. All threads of a team call a function x_team, which splits the work among them.
  */
 #pragma once
 #include "cpu_vectors.h"
@@ -7,8 +6,8 @@
 extern int omp_get_thread_num(void);
 extern int omp_get_num_threads(void);
 
-/* each thread's own memory, kept between calls; slot 0 is for use within a team, the others
- * are the caller's, which the team shares: 1 partial attention, 2 activations between layers */
+/* Scratch memory of each thread, kept between calls. Slot 0 is the thread's own within a team. Slots 1 and 2 are taken by the
+ * calling thread and shared by its team: 1 for the results of attention chunks, 2 for activations between layers. */
 static __thread struct { char *at; size_t size; } scratch_slot[3];
 
 static void *scratch(int slot, size_t size) {
@@ -27,6 +26,7 @@ typedef struct { int id, count; } Team;
 INLINE Team team(void) { return (Team){omp_get_thread_num(), omp_get_num_threads()}; }
 #define BARRIER _Pragma("omp barrier")
 
+/* this thread's part, low .. high - 1, of `total` items */
 INLINE void share(Team me, int64_t total, int64_t *low, int64_t *high) {
     *low = total * me.id / me.count, *high = total * (me.id + 1) / me.count;
 }

@@ -1,8 +1,8 @@
-/* Vectors of LANES float32, as many as one instruction takes, and bfloat16 on its way to them and back. The one place
- * where an instruction set is chosen: by what the compiler may use (cpu.py passes the flags of a level).
+/* Vectors of LANES float32, as many as one instruction takes, and their conversion from and to bfloat16. The instruction set is
+ * chosen here, by the flags that cpu.py gives the compiler.
  *
- * The vectors are the compiler's vector extension, so all of this compiles for any little-endian CPU; intrinsics stand
- * only where the compiler finds no good code by itself.
+ * The vectors are the compiler's vector extension, so this compiles for any little-endian CPU. Intrinsics are used only where
+ * the compiler does not generate good code.
  */
 #pragma once
 #include <stdint.h>
@@ -17,7 +17,7 @@
 #define LANES 16
 #ifdef __AVX512BF16__
 #define ISA "avx512bf16"
-#define DOT_BF16 1 /* bfloat16 is multiplied as it is, in pairs; elsewhere it is converted to float32 first */
+#define DOT_BF16 1 /* pairs of bfloat16 are multiplied directly; without it bfloat16 is converted to float32 first */
 #else
 #define ISA "avx512"
 #endif
@@ -71,7 +71,7 @@ INLINE vf max_(vf a, vf b) {
     return (vf)(((vi)a & m) | ((vi)b & ~m));
 }
 
-/* the sums over the lanes of four vectors, all by one tree */
+/* the sums over the lanes of four vectors, each by the same tree of additions */
 INLINE void sum4(float *to, vf a, vf b, vf c, vf d) {
 #if AVX512
     __m512 x = (__m512)a, y = (__m512)b, z = (__m512)c, w = (__m512)d;
@@ -94,14 +94,14 @@ INLINE void sum4(float *to, vf a, vf b, vf c, vf d) {
 #endif
 }
 
-/* two of them, by the same tree */
+/* the sums over the lanes of two vectors, by the tree of sum4 */
 INLINE void sum2(float *to, vf a, vf b) {
     float all[4];
     sum4(all, a, b, a, b);
     to[0] = all[0], to[1] = all[1];
 }
 
-INLINE float sum1(vf v) { /* always by one tree, which may be another */
+INLINE float sum1(vf v) { /* the sum over the lanes, always by the same tree, which may differ from that of sum4 */
 #if AVX512
     return _mm512_reduce_add_ps((__m512)v);
 #else
@@ -113,7 +113,7 @@ INLINE float sum1(vf v) { /* always by one tree, which may be another */
 #endif
 }
 
-INLINE float peak(vf v) {
+INLINE float peak(vf v) { /* the largest lane */
 #if AVX512
     return _mm512_reduce_max_ps((__m512)v);
 #else
@@ -145,7 +145,8 @@ INLINE vh narrow(vf v) { /* to the nearest bfloat16, ties to even; NaN stays NaN
 INLINE vf load_bf16(const bf16 *p) { vh h; memcpy(&h, p, sizeof h); return widen(h); }
 INLINE void store_bf16(bf16 *p, vf v) { vh h = narrow(v); memcpy(p, &h, sizeof h); }
 
-/* `count` <= LANES values from index `at`, zeros behind them, and back. wide: float32 instead of bfloat16 */
+/* Load (get) or store (put) `count` <= LANES values from index `at` on; get fills the other lanes with zeros. wide: float32
+ * instead of bfloat16. */
 INLINE vf get(const int wide, const void *from, int64_t at, int count) {
     if (count == LANES) return wide ? load((const float *)from + at) : load_bf16((const bf16 *)from + at);
     vf v = {0};
@@ -167,7 +168,7 @@ INLINE void put(const int wide, void *to, int64_t at, vf v, int count) {
 }
 
 #if DOT_BF16
-/* acc + the products of the pairs of bfloat16 in a and b */
+/* acc + the products of the bfloat16 pairs of a and b */
 INLINE vf dot2(vf acc, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
 #endif
 
@@ -194,5 +195,5 @@ INLINE float exp1(float x) { return exp_(splat(x))[0]; }
 
 INLINE vf silu(vf v) { return v / (exp_(-v) + 1.0f); }
 
-/* Into the second level: the first has too few lines under way for the memory's latency. */
+/* Prefetch into the L2 cache: the L1 cache allows too few outstanding lines to cover the latency of memory. */
 INLINE void fetch(const void *p) { __builtin_prefetch(p, 0, 2); }

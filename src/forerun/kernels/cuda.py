@@ -1,10 +1,10 @@
-"""The kernels for CUDA. Knows which launch suits how many tokens: up to `few` the Triton products of a decode step
-(cuda_products.py, cut as cuda_cuts.py says), above them the vendor's matrix product with small kernels between; attention
-is in cuda_attention.py and cuda_prefill.py.
+"""The kernels for CUDA. Batches of up to `few` tokens take the Triton products (cuda_products.py, with the tiles that
+cuda_cuts.py chooses); larger ones take cuBLAS with small Triton kernels between the products. Attention is in
+cuda_attention.py (decode) and cuda_prefill.py (prompts).
 
-Everything can be captured in a CUDA graph: nothing waits for the host and every shape is known to it. A decode step that
-is captured says first what it is: `kernels.bounded(width, context)`. Launches on one stream at a time only, since the
-attention of two would count their programs in one place.
+Everything can be captured in a CUDA graph: no launch waits for the host, and the host knows every shape. A captured decode
+step uses `kernels.bounded(width, context)`. Launch on one stream at a time: concurrent attention launches would share one
+counter of finished programs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from forerun.verify.sampling import BROKEN
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have."""
+    """Bytes of shared memory that a program may have."""
     if device.type != "cuda":
-        return 1 << 18  # the interpreter has what it likes
+        return 1 << 18  # Triton's interpreter has no limit
     index = torch.cuda.current_device() if device.index is None else device.index
-    return driver.active.utils.get_device_properties(index)["max_shared_mem"]  # as Triton finds it before a launch
+    return driver.active.utils.get_device_properties(index)["max_shared_mem"]  # the limit that Triton checks at a launch
 
 
 class CudaKernels:
-    """The kernels for bfloat16 or float16 on a CUDA device. width: every row of a batch has so many tokens (None: any
-    numbers, as in prefill); context: positions are below it. Up to 16 tokens, each output of a layer is summed alike
-    however many there are."""
+    """The kernels for bfloat16 or float16 on a CUDA device. width: every row of a batch has this many tokens (None: any
+    number, as in prefill); context: all positions are below it; ragged: rows have 1 to `width` tokens. few: batches of up to
+    this many tokens take the Triton products. arrived: the counter of attention programs, shared by kernels made from each
+    other. Batches of up to 16 tokens are batch-invariant: a token's result does not depend on the others, bit for bit."""
 
     def __init__(
         self,
@@ -53,18 +54,18 @@ class CudaKernels:
         ragged: bool = False,
     ) -> None:
         self.width, self.context, self.ragged = width, context, ragged
-        self.few = few  # up to so many tokens the products are Triton's
+        self.few = few
         self.device = torch.device(device)
         self.shared = _shared_memory(self.device)
-        # counts the programs of an attention launch that are done, for each row and key head; every launch leaves it zero
+        # how many programs of an attention launch are done, for each row and key head; every launch resets it to zero
         self.arrived = torch.zeros(1 << 16, dtype=torch.int32, device=self.device) if arrived is None else arrived
         hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
         self.pdl = AFTER_WAIT if hopper else 0  # see cuda_products.py
 
     def bounded(self, width: int, context: int, ragged: bool = False) -> CudaKernels:
-        """For batches whose rows have `width` tokens each (ragged: 1 to `width`, with padding behind the last), at positions
-        below `context`: a decode step with k = width - 1. The bounds size the launch; a short context in it is found out on
-        the device and costs little."""
+        """Kernels for decode steps with k = width - 1 (see Kernels.bounded). The bounds size the attention launch. The device
+        reads the true lengths, so a short context in a launch for a long one costs little. Raises SettingError for a width
+        above 128."""
         require(1 <= width <= 128, "width", width, "give 1 to 128 tokens a row")
         require(context >= 1, "context", context, "give the longest context of the step, for instance 4096")
         return CudaKernels(self.device, width, context, self.arrived, self.few, ragged)
@@ -116,7 +117,8 @@ class CudaKernels:
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """The index of each row's largest logit, of equals the first; BROKEN where it is not finite.  [N,V] -> [N] int64"""
+        """The index of each row's largest logit, the first of equal ones; BROKEN where that logit is not finite.
+        [N,V] -> [N] int64"""
         total, v = logits.shape
         blocks = triton.cdiv(v, 4096)
         tops = logits.new_empty(total, blocks, dtype=torch.float32)
@@ -137,13 +139,14 @@ class CudaKernels:
         return partial(self._run, self.chained(), layers)
 
     def chained(self) -> CudaKernels:
-        """The same for launches whose chain of predecessors has waited for all that positions and block tables come from."""
+        """The same kernels with PDL mode AT_ONCE, for launches behind one that has waited for all earlier work on the stream.
+        See cuda_products.py."""
         chained = copy.copy(self)
         chained.pdl = AT_ONCE if self.pdl else 0
         return chained
 
     def _run(self, chained: CudaKernels, layers: Layers, x: Tensor, batch: Batch, first: int, last: int) -> Tensor:
-        """Layer 0 makes sure that everything launched before the pass is complete when the later layers' launches begin."""
+        """Layer 0 waits for all that was launched before the pass. So the later layers may start as early as they can."""
         if first == 0:
             x = one_by_one(self, layers, x, batch, 0, 1)
         return one_by_one(chained, layers, x, batch, max(first, 1), last)

@@ -1,18 +1,18 @@
-"""Attention over pages in a decode step as one Triton launch: norms, rotation, cache write and all (cuda_prefill.py is for
-prompts). Knows pages, splits and launches; nothing of models or scheduling.
+"""Paged attention of a decode step as one Triton launch, with the q and k norms, the rotation and the cache write in it.
+Prompts are in cuda_prefill.py.
 
-The rows have the same number of tokens each, or up to as many. A program takes one row, one key head with all its
-query heads, and one stretch of the pages; how long the stretches are is worked out on the device, so that a launch for a
-long context costs a short one little. What earlier steps left in the pages is read before the wait for q, k and v; the new
-keys and values are taken from these, not from the pages, so no program waits for a write. Of several stretches, the program
-that ends last adds them up, in order.
+All rows have the same number of tokens, or (ragged) up to that many. A program takes one row, one key head with all its query
+heads, and one split: a range of the row's positions. The device works out the length of the splits, so a launch for a long
+context costs a short one little. Before its wait, a program reads what earlier steps wrote to the pages. It takes the new
+keys and values from qkv, not from the pages, so no program waits for a write. The program that ends last merges a row's
+splits, in order.
 
-Tiles and stretches begin at fixed positions, and what a query does not see adds nothing to its sums, to the bit: so a
-token's attention is summed alike in a plain step and in a verify step of as many rows, and in any batch that is cut as its
-own is (but for blocks of tokens across a position at which the stretches grow).
+Tiles and splits begin at fixed positions, and a position that a query may not attend to adds an exact zero to its sums. So a
+token's attention is summed in the same order in a plain step and in a verify step of as many rows, and in every batch with
+the same Cut. (An exception: a block of tokens may cross a position at which the splits double.)
 """
 
-# Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
+# Triton's functions are untyped: the arguments of a kernel are pointers, numbers and compile-time constants
 # mypy: disable-error-code="no-untyped-def,assignment"
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from forerun.kernels import AttentionShape, Batch
 from forerun.kernels.cuda_products import begin, launch_options, power_of_two, prefetch, wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e30)  # in place of -inf where nothing has been seen, so that differences stay numbers
+LOWEST = tl.constexpr(-1.0e30)  # the running maximum at first; with -inf, differences would be NaN
 
 
 @triton.jit
 def angles_at(cos, sin, position, there, h, D: tl.constexpr):
-    """What heads at these positions [ROWS] are rotated by: cosine and sine, [ROWS,HP] each; h [HP] counts through a half."""
+    """The cosines and sines that heads at these positions [ROWS] are rotated by, [ROWS,HP] each; h: 0 .. HP - 1."""
     at = position[:, None] * (D // 2) + h[None, :]
     good = there[:, None] & (h < D // 2)[None, :]
     return tl.load(cos + at, mask=good, other=0.0), tl.load(sin + at, mask=good, other=0.0)
@@ -40,7 +40,7 @@ def angles_at(cos, sin, position, there, h, D: tl.constexpr):
 
 @triton.jit
 def head_norm(norm, h, D: tl.constexpr, NORM: tl.constexpr):
-    """A norm's weight for the halves of a head, [1,HP] each."""
+    """A norm's weights for the two halves of a head, [1,HP] each."""
     if NORM:
         half: tl.constexpr = D // 2
         a = tl.load(norm + h, mask=h < half, other=0.0).to(tl.float32)[None, :]
@@ -52,7 +52,7 @@ def head_norm(norm, h, D: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def halves_of(base, there, h, D: tl.constexpr):
-    """The first and second halves of heads that start at base [ROWS], [ROWS,HP] each."""
+    """The first and the second halves of the heads that start at base [ROWS], [ROWS,HP] each."""
     good = there[:, None] & (h < D // 2)[None, :]
     at = base[:, None] + h[None, :]
     return tl.load(at, mask=good, other=0.0), tl.load(at + D // 2, mask=good, other=0.0)
@@ -60,7 +60,8 @@ def halves_of(base, there, h, D: tl.constexpr):
 
 @triton.jit
 def rotated(halves, angles, by, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Heads normed and rotated, in their dtype, from and as two halves [ROWS,HP]. angles, by: see angles_at and head_norm."""
+    """Heads normed and rotated, given and returned as two halves [ROWS,HP], in their dtype. angles: from angles_at; by: from
+    head_norm."""
     dtype: tl.constexpr = halves[0].dtype
     a = halves[0].to(tl.float32)
     b = halves[1].to(tl.float32)
@@ -73,7 +74,8 @@ def rotated(halves, angles, by, eps, D: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def places(table, p, ok, head, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr):
-    """Where position p's key (and value) of a head starts in the pages; table: the row's. FAR: 32 bits do not reach."""
+    """The offset in the pages of a head's key (and value) at position p. table: the row's block table. FAR: offsets need
+    64 bits."""
     u = p.to(tl.uint32)
     page = tl.load(table + u // BLOCK, mask=ok, other=0)
     if FAR:
@@ -86,7 +88,7 @@ def _stored(
     key_pages, value_pages, table, p, there, head, h, d, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Positions p [BN] of the pages, zero where nothing is `there`: the halves of the keys [BN,HP], the values [BN,DP]."""
+    """Keys and values of the pages at positions p [BN], zero where not `there`: halves of keys [BN,HP] each, values [BN,DP]."""
     half: tl.constexpr = D // 2
     at_pages = places(table, p, there, head, KV, D, BLOCK, FAR)[:, None]
     ok = there[:, None] & (h < half)[None, :]
@@ -100,9 +102,8 @@ def _with_new(
     scores, values, fresh, v_base, stride, p, first, count, d, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """A tile's scores [BM,BN] and values [BN,DP] with those of the new tokens where they belong by their positions, so that it
-    does not matter to the sums which tokens are new. fresh: the new keys' scores [BM,TOKENS]; v_base points to the first
-    new value."""
+    """A tile's scores [BM,BN] and values [BN,DP], with those of the new tokens put in at their positions. So the order of the
+    sums does not depend on which tokens are new. fresh: the new keys' scores [BM,TOKENS]; v_base: the first new value."""
     new = (p >= first) & (p < first + count)
     at = tl.where(new, p - first, 0)
     theirs = tl.gather(fresh, tl.broadcast_to(at[None, :], (BM, BN)), 1)
@@ -112,7 +113,8 @@ def _with_new(
 
 @triton.jit
 def _seen(scores, p, low, last, WINDOW: tl.constexpr):
-    """The scores [BM,BN] of the positions that each query sees, -inf elsewhere. last: [BM,1]."""
+    """The scores [BM,BN], with -inf at positions that a query may not attend to. low: the first position of the row's window;
+    last: each query's own position, [BM,1]."""
     seen = (p >= low)[None, :] & (p[None, :] <= last)
     if WINDOW > 0:
         seen = seen & (p[None, :] > last - WINDOW)
@@ -121,7 +123,8 @@ def _seen(scores, p, low, last, WINDOW: tl.constexpr):
 
 @triton.jit
 def softmax_step(scores, values, top, total, mixed):
-    """One more tile of scores [...,BM,BN] (base-2 logarithms) and values [...,BN,DP] into the running softmax."""
+    """Add a tile of scores [...,BM,BN] (base-2 logarithms) and values [...,BN,DP] to the running softmax (online softmax,
+    Milakov and Gimelshein 1805.02867). top: the maximum so far; total: the sum; mixed: the weighted values."""
     last: tl.constexpr = len(scores.shape) - 1
     higher = tl.maximum(top, tl.max(scores, last))
     share = tl.exp2(scores - tl.expand_dims(higher, last))
@@ -135,15 +138,15 @@ def _add_up(
     mixed, top, total, part, part_top, part_total, arrived, to, good, m, query_ok, d, mine, split, active, D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """Store this stretch's part; the program that stores the last one adds them all up, in order, and stores at `to`."""
+    """Store the result of this split. The program that stores the last one merges all splits, in order, and stores at `to`."""
     slot = mine * SPLITS + split
     tl.store(part + (slot * BM + m)[:, None] * D + d[None, :], mixed, mask=good)
     tl.store(part_top + slot * BM + m, top, mask=query_ok)
     tl.store(part_total + slot * BM + m, total, mask=query_ok)
-    tl.debug_barrier()  # every thread's part is stored before one of them says so
+    tl.debug_barrier()  # every thread has stored its part before the counter says so
     before = tl.atomic_add(arrived + mine, 1, sem="acq_rel")
     if before == active - 1:
-        # AT_ONCE stretches in a short loop: what a decode step waits for is above all loads and the fetching of instructions
+        # a short loop, AT_ONCE splits at a time: the latency of loads and of fetching instructions dominates here
         top = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
         mixed = tl.zeros((BM, DP), tl.float32)
@@ -177,9 +180,9 @@ def decode_kernel(
     LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, AT_ONCE: tl.constexpr,
     RAGGED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
-    """QUERIES: blocks of up to BM queries that a row and key head has. LEAST: tiles of BN positions of a stretch, at least.
-    RAGGED: rows have up to WIDTH tokens. EARLY: tiles are in registers a step before they are used, the first of them before
-    the wait; else they are called into the L2 cache before it."""
+    """QUERIES: blocks of up to BM queries, for each row and key head. LEAST: the fewest tiles of BN positions in a split.
+    RAGGED: rows have up to WIDTH tokens. EARLY: each tile is loaded into registers one iteration before its use, the first
+    one before the wait; otherwise tiles are prefetched into the L2 cache before the wait."""
     begin(PDL)
     row, split = tl.program_id(0), tl.program_id(2)
     head, queries = tl.program_id(1) // QUERIES, tl.program_id(1) % QUERIES
@@ -187,7 +190,7 @@ def decode_kernel(
     stride: tl.constexpr = (HEADS + 2 * KV) * D
     table += row.to(tl.int64) * TABLE
     half: tl.constexpr = D // 2
-    size: tl.constexpr = (WIDTH * group + QUERIES - 1) // QUERIES  # of a block
+    size: tl.constexpr = (WIDTH * group + QUERIES - 1) // QUERIES  # queries of a block
     d = tl.arange(0, DP)
     h = tl.arange(0, HP)
 
@@ -197,30 +200,30 @@ def decode_kernel(
     else:
         token0 = row * WIDTH
         count = WIDTH
-    first = tl.load(positions + token0).to(tl.int32)  # the pages hold what is below
+    first = tl.load(positions + token0).to(tl.int32)  # the pages hold the positions below
     low = 0
     if WINDOW > 0:
         low = tl.maximum(first - WINDOW + 1, 0)
-    begins = low // BN  # of tiles, numbered from position 0
+    begins = low // BN  # the first tile; tiles are numbered from position 0
     tiles = tl.cdiv(first + count, BN) - begins
-    each = tiles * 0 + LEAST  # doubled until there are stretches enough, so that it depends on the context alone
+    each = tiles * 0 + LEAST  # tiles of a split; doubled until SPLITS are enough, so that it depends on the context only
     while each * SPLITS < tiles:
         each *= 2
     active = tl.cdiv(tiles, each)
     done = split >= active
     if RAGGED:
-        done = done | (queries * size >= count * group)  # the row has not so many queries
+        done = done | (queries * size >= count * group)  # the row has fewer queries
     if done:
         return
     here = tl.minimum(each, tiles - split * each)
     start = (begins + split * each) * BN
-    m = queries * size + tl.arange(0, BM)  # a query: token m // group, head m % group of this key head's
+    m = queries * size + tl.arange(0, BM)  # queries: query m is head m % group, of this key head's group, of token m // group
     token = m // group
     query_ok = m < tl.minimum(count * group, queries * size + size)
-    last = (first + token)[:, None]  # the position that a query sees up to
-    t = tl.arange(0, TOKENS)  # a new token
+    last = (first + token)[:, None]  # a query's own position, the last one it attends to
+    t = tl.arange(0, TOKENS)  # the new tokens
     is_new = t < count
-    # what earlier steps wrote is there already
+    # what earlier steps wrote is complete, so it may be read before the wait
     q_angles = angles_at(cos, sin, first + token, query_ok, h, D)
     k_angles = angles_at(cos, sin, first + t, is_new, h, D)
     if EARLY:
@@ -239,7 +242,7 @@ def decode_kernel(
     by = head_norm(q_norm, h, D, NORM), head_norm(k_norm, h, D, NORM)
     wait(PDL)
 
-    # all of it asked for before any is used
+    # all loads are issued before any value is used
     q = halves_of(qkv + (token0 + token) * stride + (head * group + m % group) * D, query_ok, h, D)
     k_base = qkv + token0 * stride + (HEADS + head) * D
     k = halves_of(k_base + t * stride, is_new, h, D)
@@ -248,9 +251,9 @@ def decode_kernel(
     q_a, q_b = rotated(q, q_angles, by[0], eps, D, NORM)
     end = start + here * BN
     fresh = tl.zeros((BM, TOKENS), tl.float32)  # the new keys' scores
-    if end > first:  # those new keys and values that lie in this stretch go into the pages
+    if end > first:  # write the new keys and values of this split into the pages
         k_a, k_b = rotated(k, k_angles, by[1], eps, D, NORM)
-        # what is not there is zero already: so that the compiler lays out what is made of the loads, and not each load
+        # these are zero there already; the masks make the compiler convert the layout of the result, not of each load
         k_a = tl.where(is_new[:, None], k_a, 0.0)
         k_b = tl.where(is_new[:, None], k_b, 0.0)
         fresh = tl.dot(q_b, k_b.T, tl.dot(q_a, k_a.T))
@@ -291,10 +294,10 @@ def decode_kernel(
 
 
 class Cut(NamedTuple):
-    """How a decode launch is cut. warps; positions of a tile; tiles of a stretch, at least; programs: so many are enough
-    for the device, and are not split; at_once: stretches that the adding up loads at a time; most: stretches of a row;
-    early: see decode_kernel, which takes so many registers that it pays for few programs only. registers: of a thread, at most
-    (0: the compiler's choice)."""
+    """The configuration of a decode launch. warps: warps of a program. positions: positions of a tile. least: the fewest tiles
+    of a split. programs: a launch with this many fills the device and is not split. at_once: splits that the merge loads at
+    a time. most: the most splits of a row. early: EARLY of decode_kernel, which needs so many registers that it pays for few
+    programs only. registers: the most registers of a thread (0: the compiler's choice)."""
 
     warps: int
     positions: int
@@ -307,7 +310,7 @@ class Cut(NamedTuple):
 
 
 FEW = Cut(8, 128, 1, at_once=8, early=True)
-# (few rows, heads wider than 64) -> the fastest cut measured on an H200 by benchmarks/gpu/kernels.py
+# (few rows, heads wider than 64) -> the fastest configuration, measured on an H200 by benchmarks/gpu/kernels.py
 CUTS = {
     (True, False): FEW, (True, True): FEW,
     (False, False): Cut(4, 128, 1, registers=128), (False, True): Cut(4, 64, 1, most=8),
@@ -315,11 +318,11 @@ CUTS = {
 
 
 def cut_for(dim: int, programs: int) -> Cut:
-    """programs: one for each row and key head. It is not the tokens of a row that decides, so that a verify step sums as a
-    plain step does."""
+    """The configuration for heads of this size. programs: rows times key heads. The number of tokens of a row has no say, so
+    that a verify step sums as a plain step does."""
     wide = dim > 64
     cut = CUTS[programs <= (16 if wide else 48), wide]
-    return cut if dim <= 128 else cut._replace(positions=64)  # so that a tile finds room in registers
+    return cut if dim <= 128 else cut._replace(positions=64)  # so that a tile fits in registers
 
 
 def attend_decode(
@@ -328,15 +331,15 @@ def attend_decode(
     value_pages: Tensor, batch: Batch, width: int, context: int, arrived: Tensor, pdl: int,
     ragged: bool = False,
 ) -> Tensor:
-    """Every row has `width` tokens, or ragged 1 to `width`; no position is `context` or more. arrived: int32 zeros, one for
-    each row, key head and block of up to 16 queries."""
+    """Kernels.attend for rows of `width` tokens each (ragged: 1 to `width`) at positions below `context`. arrived: int32
+    zeros, at least one for each row, key head and block of up to 16 queries; left zero."""
     heads, kv, dim, window, eps = shape
     rows = batch.block_table.shape[0]
     cut = cut_for(dim, rows * kv)
     bm = 16
     queries = triton.cdiv(width * (heads // kv), bm)
     padded = max(16, power_of_two(dim))
-    most = triton.cdiv(context, cut.positions * cut.least)  # stretches of the longest context
+    most = triton.cdiv(context, cut.positions * cut.least)  # splits of the longest context
     splits = min(cut.most, power_of_two(most)) if rows * kv * queries < cut.programs else 1
     out = qkv.new_empty(qkv.shape[0], heads * dim)
     slots = rows * kv * queries * splits

@@ -1,5 +1,5 @@
-"""Which cut of a product suits which shape and how many tokens: what benchmarks/gpu/kernels.py measured on an H200, and for
-shapes that were not measured what those most like them take. Knows figures only; cuda_products.py says what a cut is.
+"""The tile configuration of each product, by shape and number of tokens. benchmarks/gpu/kernels.py measured the tables on an
+H200; other shapes take the tiles of similar ones. cuda_products.py says what Tiles means.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ FEW_TOKENS = 16
 
 
 def few_tokens(hidden: int) -> int:
-    """Up to how many tokens the Triton products beat the vendor's in a step of a model so wide. Seen on an H200, ms a step,
-    Triton's / the vendor's: hidden 576, 32 tokens 0.79 / 1.11, 40 tokens 0.78 / 1.03, 160 tokens 0.98 / 1.20; 1024, 32
+    """Up to how many tokens the Triton products are faster than cuBLAS, in a model of this hidden size. Measured on an H200,
+    ms a step, Triton / cuBLAS: hidden 576, 32 tokens 0.79 / 1.11, 40 tokens 0.78 / 1.03, 160 tokens 0.98 / 1.20; 1024, 32
     tokens 2.01 / 2.17, 40 tokens 1.29 / 1.55, 160 tokens 2.72 / 2.34; 4096, 40 tokens 5.68 / 5.51."""
     return 320 if hidden <= 768 else 64 if hidden <= 1536 else FEW_TOKENS
 
 
-# (outputs, k, gate): the fastest cut for up to 16 tokens, measured on an H200 by benchmarks/gpu/kernels.py, of shapes that were
+# (outputs, k, gate): the fastest tiles for up to 16 tokens, of the shapes that were measured
 TUNED: dict[tuple[int, int, bool], Tiles] = {
-    # SmolLM2-135M: q k v, out, gate and up, down, head
+    # SmolLM2-135M: qkv, out, gate_up, down, head
     (960, 576, False): Tiles(16, 8, 0, 2),
     (576, 576, False): Tiles(8, 4, 0, 3),
     (1536, 576, True): Tiles(16, 8, 0, 3),
@@ -39,7 +39,7 @@ TUNED: dict[tuple[int, int, bool], Tiles] = {
     (128256, 4096, False): Tiles(64, 4, 128, 4, apart=True),
 }
 
-# the same for more tokens, by the most that it is for, where not the usual cut was fastest
+# the same for more tokens, by the largest number of them; only shapes for which the defaults in `choose` were not the fastest
 WIDE = Tiles(32, 4, 128, 4, apart=True, tokens=64)
 MANY: dict[int, dict[tuple[int, int, bool], Tiles]] = {
     32: {(1536, 576, True): WIDE, (576, 1536, False): WIDE._replace(tokens=32), (960, 576, False): WIDE._replace(tokens=32)},
@@ -50,12 +50,12 @@ MANY: dict[int, dict[tuple[int, int, bool], Tiles]] = {
 
 
 def choose(weight: Matrix, total: int, gate: bool = False) -> Tiles:
-    """How to cut the product of `total` tokens with a weight [n,k] ([2n,k] with gate): as measured, or as shapes most like
-    it were."""
+    """The tiles for the product of `total` tokens with a matrix [n,k] (with gate [2n,k]): as measured, or those of similar
+    shapes."""
     n, k = weight.rows // 2 if gate else weight.rows, weight.columns
     table = TUNED if total <= FEW_TOKENS else next((MANY[most] for most in MANY if total <= most), MANY[256])
     for (tuned_n, tuned_k, tuned_gate), tiles in table.items():
-        if (tuned_k, tuned_gate) == (k, gate) and abs(tuned_n - n) * 100 <= tuned_n:  # a head cut to the tokenizer's ids
+        if (tuned_k, tuned_gate) == (k, gate) and abs(tuned_n - n) * 100 <= tuned_n:  # a head may lack padding ids
             return tiles
     if total > FEW_TOKENS:
         if n >= 32768:  # a head
@@ -72,9 +72,9 @@ def choose(weight: Matrix, total: int, gate: bool = False) -> Tiles:
 
 
 def fitting(tiles: Tiles, gate: bool, shared: int) -> Tiles:
-    """The cut, in fewer stages or shorter steps where it would need more than `shared` bytes of shared memory: the figures
-    above come from a device with 227 KiB a program, others have 99 or 163."""
-    values = tiles.columns * (2 if gate else 1) + tiles.tokens  # of a position along K
+    """The tiles, with fewer stages or shorter steps where they would need more than `shared` bytes of shared memory. The
+    tables above come from a device with 227 KiB a program; others have 99 or 163 KiB."""
+    values = tiles.columns * (2 if gate else 1) + tiles.tokens  # in shared memory, for each position along K
     while values * tiles.step * tiles.stages * 2 > shared:
         shorter = tiles._replace(step=tiles.step // 2)
         tiles = shorter if tiles.stages <= 2 else tiles._replace(stages=tiles.stages - 1)

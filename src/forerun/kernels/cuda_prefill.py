@@ -1,8 +1,8 @@
-"""Attention over pages for prompts, whose rows have any lengths, as two Triton launches: one norms, rotates and writes keys and
-values into the pages, the other attends. What both share with a decode step is in cuda_attention.py.
+"""Paged attention for prompts, whose rows have any lengths, as two Triton launches. The first norms and rotates q and k and
+writes keys and values into the pages; the second attends. cuda_attention.py has what is shared with decode steps.
 """
 
-# Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
+# Triton's functions are untyped: the arguments of a kernel are pointers, numbers and compile-time constants
 # mypy: disable-error-code="no-untyped-def,assignment"
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forerun.kernels.cuda_products import power_of_two
 
 @triton.jit
 def _row_of(token, row_start, R, RP: tl.constexpr):
-    """The row that each token belongs to."""
+    """The row of each token."""
     r = tl.arange(0, RP)
     starts = tl.load(row_start + r, mask=r < R, other=2147483647)
     return tl.sum((starts[None, :] <= token[:, None]).to(tl.int32), 1) - 1
@@ -31,8 +31,8 @@ def rotate_kernel(
     BLOCK: tl.constexpr, NORM: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Norm and rotate q into q_out [T,HEADS,D]; norm, rotate and write k, and write v, into the pages. The padding, which no
-    tile of prefill_kernel covers, leaves no trace there and gets zeros in out, so that no stray NaN goes on from it."""
+    """Norm and rotate q into q_out [T,HEADS,D]; norm and rotate k; write k and v into the pages. Padding tokens write to no
+    page. No tile of prefill_kernel covers them, so their outputs are set to zero here; otherwise a NaN could spread."""
     head = tl.program_id(1)
     t = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)
@@ -73,9 +73,9 @@ def prefill_kernel(
     DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Attention of ragged rows, whose keys and values are in the pages already. A program: BM tokens of a row, one head.
-    The tiles of all rows are numbered through, empty rows have none; there are more programs than tiles, since only the
-    device knows the rows."""
+    """Attention of ragged rows, whose keys and values are in the pages. A program takes BM tokens of a row and one head. The
+    tiles of all rows are numbered consecutively; empty rows have none. Only the device knows the rows' lengths, so the grid
+    has the most tiles that there can be, and surplus programs return."""
     tile, head = tl.program_id(0), tl.program_id(1)
     r = tl.arange(0, RP)
     starts = tl.load(row_start + r, mask=r < R, other=0)
@@ -121,7 +121,7 @@ def attend_ragged(
     key_pages: Tensor,
     value_pages: Tensor, batch: Batch,
 ) -> Tensor:
-    """Rows of any lengths, none included, and padding behind them: prefill."""
+    """Kernels.attend for rows of any lengths, 0 included, with padding behind the last row."""
     heads, kv, dim, window, eps = shape
     total, rows = qkv.shape[0], batch.block_table.shape[0]
     padded, rows_padded, block = max(16, power_of_two(dim)), power_of_two(rows), key_pages.shape[2]

@@ -1,18 +1,18 @@
-"""The matrix products of a decode step as Triton kernels, each with what stands before it (the RMS norm) and after it
-(bias, residual, gate) in the same launch. Knows tiles and launches; which tiles suit which shape is `choose`.
+"""The matrix products of a decode step as Triton kernels. The RMS norm before a product and the bias, residual or gate after it
+are in the same launch. cuda_cuts.py chooses the tiles for a shape.
 
-A decode step is a chain of short kernels, so what counts is how soon each can start. With programmatic dependent launch
-a kernel starts while the one before it still runs, fetches its weights, which depend on nothing, and only then waits for
-its input. When it lets the next one start is its PDL:
-    AFTER_WAIT: what the next one reads before its own wait is complete if anything but its direct predecessor wrote it.
-    AT_ONCE: kernels further on may fetch their weights too, as far as they find room, while the ones before them run. What
-    they read before their waits has to be complete when the chain begins.
+A decode step is a chain of short kernels, so launch latency counts. With programmatic dependent launch (PDL) a kernel starts
+while its predecessor still runs, fetches its weights, which no kernel writes, and only then waits for its input. PDL also
+says when a kernel lets its successor start:
+    AFTER_WAIT: after its own wait. Before its wait, the successor may read anything that its direct predecessor did not write.
+    AT_ONCE: at its beginning, so that several successors can fetch their weights early. Before their waits they may read only
+    what was complete when the chain began.
 
-Up to 16 tokens share one tile, so that each output is summed in the same order for 1 token as for 16: a verify step of one
-request rounds as plain decoding does. More tokens are cut in other ways, and round in others.
+Up to 16 tokens share one tile, so each output is summed in the same order for 1 token as for 16: a verify step of one request
+rounds as plain decoding does. More tokens take other tiles and round differently.
 """
 
-# Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
+# Triton's functions are untyped: the arguments of a kernel are pointers, numbers and compile-time constants
 # mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
 
-AFTER_WAIT, AT_ONCE = 1, 2  # and 0: no programmatic dependent launch
-RUN = tl.constexpr(256)  # weights of a row that one instruction calls into the cache
+AFTER_WAIT, AT_ONCE = 1, 2  # values of PDL; 0: no programmatic dependent launch
+RUN = tl.constexpr(256)  # weights of a row that one instruction prefetches
 
 
 class Tiles(NamedTuple):
-    """How a product is cut. columns: outputs of a program. warps. step: the part of K that a program takes at a time
-    (0: all of K at once, held in registers). stages: of the pipeline over K (with step 0: the parts, each a power of two, that
-    K is held in). split: warps that share a step of K.
-    ahead: how much of each row of weights is called into the L2 cache before the wait, a power of two from 64 on, or 0.
-    apart: a norm before the product is a launch of its own, which pays where K is so long that each program's normalising
-    of all of it costs more than the launch. tokens: of a program, a power of two from 16 on."""
+    """The tile configuration of a product. columns: outputs of a program. warps: warps of a program. step: how much of K a
+    program multiplies at a time; 0: all of K at once, held in registers. stages: the pipeline's stages over K; with step 0
+    the number of parts, each a power of two, that K is held in. split: warps that share a step of K.
+    ahead: how many weights of each row are prefetched into the L2 cache before the wait, a power of two of at least 64, or 0.
+    apart: the norm before the product is a launch of its own. This pays where K is long, since otherwise each program
+    normalises all of K. tokens: tokens of a program, a power of two of at least 16."""
 
     columns: int
     warps: int
@@ -47,14 +47,14 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """What a kernel does first: let the next one start, if it may so soon."""
+    """The first statement of a kernel: with AT_ONCE, let the next kernel start."""
     if PDL == 2:
         tl_cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Wait for the kernel before this one; then let the next one start, if it has not."""
+    """Wait for the kernel before this one. With AFTER_WAIT, let the next kernel start then."""
     if PDL:
         tl_cuda.gdc_wait()
     if PDL == 1:
@@ -63,7 +63,7 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers, PDL: tl.constexpr):
-    """Ask for the 128 bytes at each pointer to be brought into the L2 cache."""
+    """Prefetch the 128 bytes at each pointer into the L2 cache."""
     if PDL:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.uint64, bitcast=True)], dtype=tl.int32,
@@ -73,7 +73,7 @@ def prefetch(pointers, PDL: tl.constexpr):
 
 @triton.jit
 def prefetch_runs(pointers, COUNT: tl.constexpr, PDL: tl.constexpr):
-    """Ask for the COUNT two-byte values from each pointer on to be brought into the L2 cache, in one instruction each."""
+    """Prefetch COUNT two-byte values from each pointer on into the L2 cache, by one instruction for each pointer."""
     if PDL:
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
@@ -84,14 +84,14 @@ def prefetch_runs(pointers, COUNT: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def _along(start, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
-    """Positions along K from start on, folded so that each warp takes its own stretch: [SPLIT,1,WIDTH/SPLIT]."""
+    """WIDTH positions along K from start on, a consecutive part for each warp: [SPLIT,1,WIDTH/SPLIT]."""
     step: tl.constexpr = WIDTH // SPLIT
     return start + tl.arange(0, SPLIT)[:, None, None] * step + tl.arange(0, step)[None, None, :]
 
 
 @triton.jit
 def _rows(base, rows, there, k, K: tl.constexpr, EVEN: tl.constexpr):
-    """[SPLIT,ROWS,STEP] of base [...,K], zero for rows that are not there; EVEN: k is below K everywhere."""
+    """[SPLIT,ROWS,STEP] of base [...,K]; rows that are not `there` are zero. EVEN: every k is below K."""
     pointers = base + rows[None, :, None] * K + k
     if EVEN:
         return tl.load(pointers, mask=there[None, :, None], other=0.0)
@@ -101,15 +101,15 @@ def _rows(base, rows, there, k, K: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _normed(x, scale, by):
-    """x [SPLIT,BM,STEP] normalised: rounded before the norm's weight is applied, and after. scale: [BM,1]; by: the weight,
-    [SPLIT,1,STEP]."""
+    """x [SPLIT,BM,STEP] normalised. It is rounded before the norm's weight is applied and after. scale: [BM,1]; by: the
+    norm's weight, [SPLIT,1,STEP]."""
     return ((x.to(tl.float32) * scale[None, :, :]).to(x.dtype).to(tl.float32) * by).to(x.dtype)
 
 
 @triton.jit
 def _across(sums):
-    """The sum over the first of three dimensions, a power of two: halves onto halves, each thread by itself, which takes one
-    way through shared memory where tl.sum takes several."""
+    """The sum over the first of three dimensions, which is a power of two, by adding halves. Each thread adds its own values,
+    so the data passes through shared memory once; tl.sum needs several passes."""
     count: tl.constexpr = sums.shape[0]
     if count == 1:
         return tl.reshape(sums, (sums.shape[1], sums.shape[2]))
@@ -121,8 +121,8 @@ def _across(sums):
 
 @triton.jit
 def _finish(sums, add, old, out, m, n, T, N: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr):
-    """Round where torch's separate operations would, and store. sums: [BM,BN], with GATE [BM,2 BN], the gates first; add:
-    [BN], the bias; old: [BM,BN], the residual."""
+    """Apply bias, gate and residual and store. Values are rounded where separate torch operations would round. sums: [BM,BN];
+    with GATE [BM,2 BN], the gates first. add: the bias, [BN]; old: the residual, [BM,BN]."""
     if GATE:
         sums, more = tl.split(tl.permute(tl.reshape(sums, (sums.shape[0], 2, n.shape[0])), (0, 2, 1)))
     ok = (m < T)[:, None] & (n < N)[None, :]
@@ -142,7 +142,7 @@ def _finish(sums, add, old, out, m, n, T, N: tl.constexpr, GATE: tl.constexpr, A
 
 @triton.jit
 def _bias(bias, n, N: tl.constexpr, BIAS: tl.constexpr):
-    """What _finish adds, read early, since every later read is waited for."""
+    """The bias for _finish. It is read before the wait, where the latency of the load is hidden."""
     if BIAS:
         return tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     else:
@@ -151,7 +151,7 @@ def _bias(bias, n, N: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _residual(residual, m, n, T, N: tl.constexpr, ADD: tl.constexpr):
-    """The same of the residual, which is there once the wait is over."""
+    """The residual for _finish. It is complete only after the wait."""
     if ADD:
         at = m.to(tl.int64)[:, None] * N + n[None, :]
         return tl.load(residual + at, mask=(m < T)[:, None] & (n < N)[None, :], other=0.0)
@@ -161,8 +161,8 @@ def _residual(residual, m, n, T, N: tl.constexpr, ADD: tl.constexpr):
 
 @triton.jit
 def _weight_rows(block, N: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr):
-    """The rows of weights of a block of columns, from the block's first on, and whether each is there."""
-    if GATE:  # gates and their ups together, so that they are one product
+    """The rows of weights of a block of outputs, relative to the block's first row, and whether each exists."""
+    if GATE:  # gates and ups together, as one product
         r = tl.arange(0, 2 * BN)
         return tl.where(r < BN, r, r - BN + N), block * BN + r % BN < N
     else:
@@ -176,12 +176,12 @@ def whole_kernel(
     STARTS: tl.constexpr, WIDTHS: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
     ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """All of K at once, in parts that start at STARTS and are WIDTHS wide, each with sums of its own, so that the chains of
-    products do not wait for each other. Weights, the norm's and the bias are in registers before the wait."""
+    """A product with all of K at once, in parts that start at STARTS and are WIDTHS wide. Each part has its own sums, so the
+    parts' chains of products are independent. Matrix, norm and bias are in registers before the wait."""
     begin(PDL)
     block = tl.program_id(1)
     rows, there = _weight_rows(block, N, BN, GATE)
-    mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
+    mine = weight + block.to(tl.int64) * (BN * K)  # 64 bits here only: offsets inside a tile are small
     weights = ()
     norms = ()
     for part in tl.static_range(len(WIDTHS)):
@@ -194,7 +194,7 @@ def whole_kernel(
     add = _bias(bias, n, N, BIAS)
     wait(PDL)
     tokens = ()
-    for part in tl.static_range(len(WIDTHS)):  # all of them asked for before the first is used
+    for part in tl.static_range(len(WIDTHS)):  # all loads are issued before the first value is used
         k = _along(STARTS[part], WIDTHS[part], SPLIT)
         tokens += (_rows(x, m, m < T, k, K, STARTS[part] + WIDTHS[part] <= K),)
     old = _residual(residual, m, n, T, N, ADD)
@@ -215,7 +215,7 @@ def whole_kernel(
         tokens = normed
     sums = tl.zeros((SPLIT, BM, rows.shape[0]), tl.float32)
     for part in tl.static_range(len(WIDTHS)):
-        # taken away negated, since the compiler would make an addition one chain of products again
+        # a negated subtraction: the compiler would turn an addition into one chain of products
         sums -= -1.0 * tl.dot(tokens[part], tl.permute(weights[part], (0, 2, 1)))
     _finish(_across(sums), add, old, out, m, n, T, N, GATE, ADD, BIAS)
 
@@ -226,7 +226,7 @@ def loop_kernel(
     STEP: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """STEP of K at a time, in a pipeline; the first AHEAD of each row of weights are called into L2 before the wait."""
+    """A product with STEP of K at a time, in a pipeline. The first AHEAD weights of each row are prefetched before the wait."""
     begin(PDL)
     block = tl.program_id(1)
     rows, there = _weight_rows(block, N, BN, GATE)
@@ -234,7 +234,7 @@ def loop_kernel(
     n = block * BN + tl.arange(0, BN)
     add = _bias(bias, n, N, BIAS)
     even: tl.constexpr = K % STEP == 0
-    mine = weight + block.to(tl.int64) * (BN * K)  # 64-bit once, offsets inside a tile are small
+    mine = weight + block.to(tl.int64) * (BN * K)  # 64 bits here only: offsets inside a tile are small
     if PDL and AHEAD > 0:
         run: tl.constexpr = min(AHEAD, RUN)
         prefetch_runs(mine + tl.where(there, rows, 0)[:, None] * K + tl.arange(0, AHEAD // run)[None, :] * run, run, PDL)
@@ -275,7 +275,7 @@ def loop_kernel(
 def best_kernel(
     tops, firsts, out, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BROKEN: tl.constexpr, PDL: tl.constexpr
 ):
-    """The largest of a row's block maxima, and of equals the first; BROKEN if it is not finite."""
+    """The index of a row's largest logit, from its block maxima, the first of equal ones; BROKEN if the logit is not finite."""
     row = tl.program_id(0)
     b = tl.arange(0, WIDTH)
     wait(PDL)
@@ -289,7 +289,7 @@ def best_kernel(
 
 @triton.jit
 def block_best_kernel(logits, tops, firsts, V, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """The largest of WIDTH logits of a row, a NaN as an infinite one, and of equals the first."""
+    """The largest of WIDTH logits of a row and its index, the first of equal ones. A NaN counts as infinity."""
     row, block = tl.program_id(0), tl.program_id(1)
     v = block * WIDTH + tl.arange(0, WIDTH)
     wait(PDL)
@@ -331,8 +331,8 @@ def power_of_two(n: int) -> int:
 
 
 def parts(k: int, count: int, least: int) -> tuple[int, ...]:
-    """The powers of two, of at least `least`, that K is held in, descending: `count` of them, or one more, which make it up
-    with as little to spare as they can."""
+    """The sizes of the parts that K is held in: powers of two of at least `least`, descending. There are `count` or
+    count + 1 of them, and their sum exceeds K by as little as possible."""
     found: list[int] = []
     while (left := k - sum(found)) > 0:
         below = power_of_two(left + 1) // 2
@@ -356,7 +356,7 @@ def launch(
     total, k = x.shape
     n = weight.shape[0] // 2 if gate else weight.shape[0]
     bm = tiles.tokens
-    grid = (triton.cdiv(total, bm), triton.cdiv(n, tiles.columns))  # blocks of tokens side by side, to read the weights once
+    grid = (triton.cdiv(total, bm), triton.cdiv(n, tiles.columns))  # tokens vary fastest, so that L2 serves repeated weights
     dummy = x
     args = (
         x, dummy if norm is None else norm, weight, dummy if bias is None else bias, dummy if residual is None else residual,

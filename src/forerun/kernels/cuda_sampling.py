@@ -1,14 +1,14 @@
-"""Sampling in a decode step as Triton launches: the noise, the filters and the draw. Knows logits, and for each slot a seed, a
-temperature and filters; nothing of requests.
+"""Sampling in a decode step as Triton launches: noise, penalties, filters and the draw. The inputs are logits and, for each
+slot, a seed, a temperature and filters. The twins in torch are verify/noise.py, verify/filters.py and verify/sampling.py.
 
-The twins in torch are verify/noise.py, verify/filters.py and verify/sampling.py. What min_p, top_k and top_p keep is found
-without sorting: all three keep the likeliest tokens, so what is sought is one logit of the row, and it is found by halves.
+min_p, top_k and top_p are applied without sorting. Each keeps the likeliest tokens, so all of them together come to one
+threshold logit for a row, which bisection finds.
 
-Nothing waits for the host. With pdl a launch may start while its predecessor runs, see cuda_products.py: they read seeds,
-temperatures, filters and positions before they wait, so none of that may come from the launch directly before them.
+Nothing waits for the host. With PDL a launch may start while its predecessor runs (cuda_products.py). The launches read seeds,
+temperatures, filters and positions before they wait, so their direct predecessor must not write these.
 """
 
-# Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
+# Triton's functions are untyped: the arguments of a kernel are pointers, numbers and compile-time constants
 # mypy: disable-error-code="no-untyped-def,assignment"
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from forerun.kernels.cuda_products import launch_options, power_of_two, wait
 from forerun.verify.noise import CHOOSE
 from forerun.verify.sampling import BROKEN
 
-DRAW_BLOCK = 2048  # logits that a program adds up; a draw rounds alike in every batch only if this never changes
-FLOOR_BLOCK = 8192  # logits that a floor's program looks at together; with so many warps they just fit its registers
+DRAW_BLOCK = 2048  # logits that a program sums; it must not depend on the batch, since the rounding of a draw depends on it
+FLOOR_BLOCK = 8192  # logits that a program of floor_kernel holds at a time; FLOOR_WARPS warps have just enough registers
 FLOOR_WARPS = 16
 HISTORY_BLOCK = 1024  # tokens of a history that a program counts
 
 
 class Filters(NamedTuple):
-    """Of each slot: temperature, min_p, top_p: [S] float64; top_k: [S] int64, 0 for none."""
+    """The filters of each slot. temperature, min_p, top_p: [S] float64; top_k: [S] int64, 0 for none."""
 
     temperature: Tensor
     min_p: Tensor
@@ -67,7 +67,8 @@ def uniform_kernel(
 
 @triton.jit
 def _temperature(temperatures, slots, row, PER, NOISE: tl.constexpr):
-    """Of a row of logits, and its slot, which PER rows share. Without NOISE each row has a temperature of its own."""
+    """The temperature of a row of logits, and its slot. With NOISE, PER consecutive rows belong to a slot; without, each row
+    has its own temperature."""
     slot = row
     if NOISE:
         slot = tl.load(slots + row // PER)
@@ -76,21 +77,21 @@ def _temperature(temperatures, slots, row, PER, NOISE: tl.constexpr):
 
 @triton.jit
 def _mass(x, top, temperature):
-    """exp((x - top) / temperature), at most 1; 0 where x is -inf, also if all are."""
+    """exp((x - top) / temperature), at most 1; 0 where x is -inf, even if top is -inf too."""
     return tl.exp((x - tl.where(top == float("-inf"), 0.0, top)) / temperature)
 
 
 @triton.jit
 def _row(pointers, there):
-    """Logits, a NaN as the largest there is, as in torch; -inf where there are none."""
+    """Load logits. A NaN becomes infinity, so that it counts as the largest, as in torch; -inf where not `there`."""
     x = tl.load(pointers, mask=there, other=float("-inf"))
     return tl.where(x != x, float("inf"), x)
 
 
 @triton.jit
 def _key(x):
-    """An integer in the order of the float32s."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    """An int32 for each float32, in the same order."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # the sum turns -0 into 0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
@@ -102,8 +103,8 @@ def _unkey(key):
 
 @triton.jit
 def _sums(row, V, least, top, temperature, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the tokens whose key is at least `least`: their number, or their mass with MASS, and the smallest key; and the largest
-    key of the others."""
+    """Three values of a row: the number (with MASS: the mass) of the tokens whose key is at least `least`, the smallest of
+    their keys, and the largest key of the other tokens."""
     total = tl.zeros((BLOCK,), tl.float64)
     above = tl.full((BLOCK,), 2147483647, tl.int32)
     below = tl.full((BLOCK,), -2147483648, tl.int32)
@@ -123,8 +124,8 @@ def _sums(row, V, least, top, temperature, MASS: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _largest(row, V, low, high, goal, top, temperature, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest of the keys low .. high - 1 that occur such that the tokens from it on reach the goal in number or mass; low
-    if none does. By halves, each time to a key that occurs."""
+    """The largest key in low .. high - 1 that occurs in the row and for which the tokens from it on reach the goal, in number
+    or in mass; low if there is none. Found by bisection; each step moves to a key that occurs."""
     while high - low > 1:
         middle = low + (high - low) // 2
         total, above, below = _sums(row, V, middle, top, temperature, MASS, BLOCK)
@@ -140,14 +141,14 @@ def floor_kernel(
     logits, temperatures, min_ps, top_ks, top_ps, slots, floors, V, PER, BLOCK: tl.constexpr, NOISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The smallest logit of a row that min_p, top_k and top_p keep: filters.thresholds without sorting."""
+    """The smallest logit of each row that min_p, top_k and top_p keep: filters.thresholds without sorting."""
     row = tl.program_id(0).to(tl.int64)
-    heat, slot = _temperature(temperatures, slots, row, PER, NOISE)
+    temperature, slot = _temperature(temperatures, slots, row, PER, NOISE)
     min_p, top_k, top_p = tl.load(min_ps + slot), tl.load(top_ks + slot), tl.load(top_ps + slot)
     wait(PDL)
     mine = logits + row * V
     floor = tl.full((), float("-inf"), tl.float32)
-    if (heat > 0) & ((min_p > 0) | (top_k > 0) | (top_p < 1)):
+    if (temperature > 0) & ((min_p > 0) | (top_k > 0) | (top_p < 1)):
         highest = tl.full((BLOCK,), float("-inf"), tl.float32)
         for start in range(0, V, BLOCK):
             v = start + tl.arange(0, BLOCK)
@@ -159,11 +160,11 @@ def floor_kernel(
             if min_p > 0:
                 low = _key((top.to(tl.float64) + tl.load(temperatures + slot) * tl.log(min_p)).to(tl.float32)).to(tl.int64)
             if (top_k > 0) & (top_k < V):
-                kth = _largest(mine, V, low - 1, high, top_k.to(tl.float64), top, heat, False, BLOCK)
+                kth = _largest(mine, V, low - 1, high, top_k.to(tl.float64), top, temperature, False, BLOCK)
                 low = tl.maximum(low, kth)
             if top_p < 1:
-                total, _, _ = _sums(mine, V, low, top, heat, True, BLOCK)
-                low = _largest(mine, V, low, high, top_p * total, top, heat, True, BLOCK)
+                total, _, _ = _sums(mine, V, low, top, temperature, True, BLOCK)
+                low = _largest(mine, V, low, high, top_p * total, top, temperature, True, BLOCK)
             floor = _unkey(low.to(tl.int32))
     tl.store(floors + row, floor)
 
@@ -173,8 +174,8 @@ def block_mass_kernel(
     logits, temperatures, slots, floors, tops, firsts, masses, V, PER, BLOCK: tl.constexpr, NOISE: tl.constexpr,
     FLOOR: tl.constexpr, PDL: tl.constexpr
 ):
-    """Of a block of a row's logits: the largest, where it is first, and the sum of exp((x - largest) / temperature). FLOOR: of
-    those from the row's floor on."""
+    """Three values of a block of a row's logits: the largest, its first index, and the sum of exp((x - largest) / temperature).
+    FLOOR: only of logits at or above the row's floor."""
     row, b = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, _ = _temperature(temperatures, slots, row, PER, NOISE)
     v = b * BLOCK + tl.arange(0, BLOCK)
@@ -196,7 +197,7 @@ def draw_kernel(
     LANES: tl.constexpr, BLOCK: tl.constexpr, BROKEN: tl.constexpr, NOISE: tl.constexpr, FLOOR: tl.constexpr,
     PURPOSE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The token of a row: find the block in which the sums pass u times their total, then the token in it."""
+    """The token drawn for a row: find the block in which the cumulative sum passes u times the total, then the token in it."""
     row = tl.program_id(0).to(tl.int64)
     temperature, slot = _temperature(temperatures, slots, row, PER, NOISE)
     b = tl.arange(0, LANES)
@@ -209,14 +210,14 @@ def draw_kernel(
     first = tl.load(firsts + row * BLOCKS + b, mask=b < BLOCKS, other=2147483647)
     highest = tl.max(top, 0)
     choice = tl.min(tl.where(top == highest, first, 2147483647), 0)
-    if (highest == float("-inf")) | (highest == float("inf")):  # _row has made an infinity of a NaN
+    if (highest == float("-inf")) | (highest == float("inf")):  # _row turned NaN into infinity
         choice = tl.full((), BROKEN, tl.int32)
     if (temperature > 0) & (highest > float("-inf")) & (highest < float("inf")):
         scale = tl.exp((top - highest) / temperature).to(tl.float64)
         mass = tl.load(masses + row * BLOCKS + b, mask=b < BLOCKS, other=0.0) * scale
         passed = tl.cumsum(mass, 0)
         target = u * tl.max(passed, 0)
-        # the first past the target; should rounding leave none there, the last that holds any mass
+        # the first past the target; if rounding leaves none there, the last with any mass
         last = tl.max(tl.where(mass > 0, b, 0), 0)
         mine = tl.minimum(tl.min(tl.where((mass > 0) & (passed > target), b, LANES), 0), last)
         own = b == mine
@@ -237,8 +238,8 @@ def draw_kernel(
 def count_kernel(
     slots, positions, tokens, prompt_lens, repetitions, presences, frequencies, counts, V, L, PER, BLOCK: tl.constexpr
 ):
-    """What the history of a position holds of each token: bit 0, whether it occurs at all; above it, how often in the output.
-    A program for BLOCK tokens of the history; those behind its end have nothing to do."""
+    """Count the tokens of each position's history. Bit 0 of a token's count: whether it occurs at all; the bits above: how
+    often it occurs in the output. One program for BLOCK tokens of the history; programs behind its end do nothing."""
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     slot = tl.load(slots + row // PER)
     end = tl.load(positions + row) + 1
@@ -246,7 +247,7 @@ def count_kernel(
     if some & (start < end):
         at = start + tl.arange(0, BLOCK)
         token = tl.load(tokens + slot * L + at, mask=at < end, other=-1)
-        there = (token >= 0) & (token < V)  # past a draft's size there may be anything
+        there = (token >= 0) & (token < V)  # tokens past a draft's size are arbitrary
         output = there & (at >= tl.load(prompt_lens + slot))
         to = counts + row * V + token
         tl.atomic_or(to, tl.full((BLOCK,), 1, tl.int32), mask=there, sem="relaxed")
@@ -255,7 +256,7 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["PER"])
 def penalise_kernel(slots, repetitions, presences, frequencies, counts, logits, V, PER, BLOCK: tl.constexpr):
-    """BLOCK logits of a row, in place."""
+    """Apply the penalties to BLOCK logits of a row, in place."""
     row, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row // PER)
     held = tl.load(counts + row * V + v, mask=v < V, other=0)
@@ -271,9 +272,9 @@ def penalise(
     logits: Tensor, slot: Tensor, positions: Tensor, tokens: Tensor, prompt_len: Tensor, repetition: Tensor, presence: Tensor,
     frequency: Tensor,
 ) -> None:
-    """The penalties of verify/sampling.py on logits [B(W+1),V] float32, in place. slot: [B] int64; positions: [B(W+1)]
-    int64, of the tokens that were read, whose history reaches up to and with them; tokens: [S,L] int64, the token pool;
-    prompt_len: [S] int64; the penalties: [S] float32. Reads of each row's history what there is, not the whole pool."""
+    """Apply the penalties of verify/sampling.py to logits [B(W+1),V] float32, in place. slot: [B] int64; positions: [B(W+1)]
+    int64, of the input tokens, which are the last ones of their histories; tokens: [S,L] int64, the slots' tokens;
+    prompt_len: [S] int64; the penalties: [S] float32. Reads each row's history only, not all L tokens."""
     total, vocab = logits.shape
     counts = torch.zeros(total, vocab, dtype=torch.int32, device=logits.device)
     per, context = total // max(len(slot), 1), tokens.shape[1]
@@ -285,7 +286,7 @@ def penalise(
 
 
 def uniform(seed: Tensor, slot: Tensor, position: Tensor, purpose: int, pdl: int = 0) -> Tensor:
-    """noise.uniform with the slots' seeds. seed: [S] int64; slot, position: [N] int64 -> [N] float64"""
+    """noise.uniform by slot. seed: [S] int64; slot, position: [N] int64 -> [N] float64"""
     out = seed.new_empty(len(slot), dtype=torch.float64)
     options = launch_options(4, pdl)
     uniform_kernel[(triton.cdiv(len(slot), 128),)](seed, slot, position, out, len(slot), purpose, 128, pdl, **options)
@@ -293,33 +294,33 @@ def uniform(seed: Tensor, slot: Tensor, position: Tensor, purpose: int, pdl: int
 
 
 def floors(logits: Tensor, by: Filters, pdl: int = 0) -> Tensor:
-    """The smallest logit that the filters keep of each row, -inf where nothing is filtered or the temperature is 0.
+    """The smallest logit of each row that the filters keep; -inf where nothing is filtered or the temperature is 0.
     logits: [N,V] float32; by: a value for each row -> [N] float32"""
     return _floors(logits, by, None, 1, pdl)
 
 
 def slot_floors(logits: Tensor, slot: Tensor, by: Filters, pdl: int = 0) -> Tensor:
-    """The same for rows that belong to slots. logits: [B(W+1),V] float32; slot: [B] int64; by: a value for each slot
+    """`floors` for rows that belong to slots. logits: [B(W+1),V] float32; slot: [B] int64; by: a value for each slot
     -> [B(W+1)] float32"""
     return _floors(logits, by, slot, len(logits) // max(len(slot), 1), pdl)
 
 
 def draw_tempered(logits: Tensor, temperature: Tensor, u: Tensor, pdl: int = 0) -> Tensor:
-    """A token of softmax(logits / temperature) by inverse CDF, the argmax where the temperature is 0, BROKEN where the largest
-    logit is not finite (a NaN counts as the largest). logits: [N,V] float32; temperature, u: [N] float64 -> [N] int64
+    """Draw a token of softmax(logits / temperature) by the inverse CDF; the argmax where the temperature is 0; BROKEN where the
+    largest logit is not finite (a NaN counts as the largest). logits: [N,V] float32; temperature, u: [N] float64
+    -> [N] int64
 
-    The rule is noise.draw's: the first token whose cumulative sum exceeds u times the total. The sums are of blocks first,
-    in float64, so a u at the very edge between two tokens may fall the other way than there."""
+    The rule is that of noise.draw: the first token whose cumulative sum exceeds u times the total. The sums are taken by
+    blocks, in float64, so a u on the very edge between two tokens may give the other one."""
     return _draw(logits, temperature, None, None, None, u, None, pdl)
 
 
 def choose(
     logits: Tensor, slot: Tensor, positions: Tensor, seed: Tensor, by: Filters, filtered: bool = False, pdl: int = 0
 ) -> Tensor:
-    """The target's choices, drawn with the noise of (seed, position, CHOOSE) from what the temperature and, with filtered,
-    min_p, top_k and top_p make of the logits. logits: [B(W+1),V] float32; slot: [B] int64; positions: [B(W+1)] int64, of
-    the tokens that were read, so that the chosen one stands one further; seed: [S] int64; by: a value for each slot
-    -> [B(W+1)] int64"""
+    """The target's choices, drawn with the noise of (seed, position, CHOOSE) at each slot's temperature, with `filtered` after
+    min_p, top_k and top_p. logits: [B(W+1),V] float32; slot: [B] int64; positions: [B(W+1)] int64, of the input tokens, one
+    before the chosen token's; seed: [S] int64; by: a value for each slot -> [B(W+1)] int64"""
     kept = slot_floors(logits, slot, by, pdl) if filtered else None
     return _draw(logits, by.temperature, slot, positions, seed, None, kept, pdl)
 

@@ -1,17 +1,15 @@
-"""What stands around the target's forward pass in a decode step of fixed shape, as a few Triton launches: laying out the
-step's tokens, commit, and the n-gram look-up (sampling is in cuda_sampling.py). Knows the tensors of the live sequences, one
-line (slot) for each, by the names that engine/slots.py and engine/body.py give them; nothing of requests or models.
+"""The parts of a padded decode step around the target's forward pass, as a few Triton launches: laying out the step's tokens,
+commit, and the n-gram look-up. Sampling is in cuda_sampling.py. The tensors are those of engine/, one row (slot) for each
+sequence. The twins in torch are in engine/, verify/accept.py and drafters/ngram.py.
 
-The twins in torch are engine/body.py, verify/accept.py and drafters/ngram.py. A row that is not
-alive is laid out at position 0 on page 0 and leaves no trace: its tokens, length and limit stay as they are. A slot
-may stand in a step more than once if it is not alive, as the padding's does.
+An inactive row is laid out at position 0 on the dummy page 0. It commits nothing: its tokens, length and limit do not change.
+An inactive slot may be in a step more than once; padding rows all use the dummy slot.
 
-Nothing waits for the host. With pdl a launch may start while its predecessor runs, see cuda_products.py: `prepare` waits
-before it reads anything; the others read the state of the sequences before they wait, so none of that may come from the
-launch directly before them.
+Nothing waits for the host. With PDL a launch may start while its predecessor runs (cuda_products.py). `prepare` waits before
+it reads anything. The others read the state of the sequences before they wait, so their direct predecessor must not write it.
 """
 
-# Triton's functions have no types to give: a kernel's arguments are pointers, numbers and constants of its own
+# Triton's functions are untyped: the arguments of a kernel are pointers, numbers and compile-time constants
 # mypy: disable-error-code="no-untyped-def,assignment"
 from __future__ import annotations
 
@@ -28,13 +26,13 @@ from forerun.verify.sampling import BROKEN
 TABLE_RUN = 1024  # entries of a block table that one program copies
 SCAN = 1024  # positions that the look-up compares at a time
 SCAN_WARPS = 8
-UNROLLED = 8  # suffixes up to so long are compared without a loop
+UNROLLED = 8  # suffixes of up to this many tokens are compared without a loop
 
 
 class Pool(NamedTuple):
-    """The state of S slots. tokens: [S,L] int64; length: [S] int64, committed, at least 1; limit: [S] int64, what the length
-    may reach; alive: [S] bool; stop_ids: [S,E] int64, padded with -1; block_table: [S,P] int32; draft: [S,K] int64, of the
-    next step; draft_size: [S] int64. All contiguous, all written in place."""
+    """The state of S slots. tokens: [S,L] int64; length: [S] int64, committed tokens, at least 1; limit: [S] int64, the length
+    at which a row ends; alive: [S] bool, whether a row is active; stop_ids: [S,E] int64, padded with -1; block_table: [S,P]
+    int32; draft: [S,K] int64, the draft for the next step; draft_size: [S] int64. All are contiguous and written in place."""
 
     tokens: Tensor
     length: Tensor
@@ -47,8 +45,8 @@ class Pool(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a forward pass starts from. x: [B(W+1),H], the tokens' embeddings; positions: [B(W+1)] int64; table: [B,P] int32;
-    size: [B] int64, how many drafts each row has."""
+    """The inputs of a forward pass of B rows with W drafts each. x: [B(W+1),H], the embeddings; positions: [B(W+1)] int64;
+    table: [B,P] int32, the block table; size: [B] int64, how many drafts each row has."""
 
     x: Tensor
     positions: Tensor
@@ -57,8 +55,9 @@ class Prepared(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The same where rows share their drafts, T tokens in all. row_start: [B+1] int32, where each row's tokens start, and the
-    padding; owner: [T] int64, the slot of each token, any slot for padding."""
+    """The inputs of a forward pass of T tokens in all, where B rows share the drafts. As Prepared, and row_start: [B+1] int32,
+    where each row's tokens start, and last where the padding does; owner: [T] int64, the slot of each token, any slot for
+    padding."""
 
     x: Tensor
     positions: Tensor
@@ -69,7 +68,7 @@ class Shared(NamedTuple):
 
 
 class LookUp(NamedTuple):
-    """The n-gram look-up: suffixes of min_n .. max_n tokens; a draft ends before a token that is `vocab` or more."""
+    """The settings of the n-gram look-up. Suffixes have min_n .. max_n tokens; a draft ends before an id of `vocab` or more."""
 
     min_n: int
     max_n: int
@@ -81,7 +80,7 @@ def prepare_kernel(
     slots, k, tokens, length, limit, alive, block_table, draft, draft_size, embedding, x, positions, table, size, W, L, P, K, V,
     H: tl.constexpr, HP: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A program for each token of a row, and one for each RUN pages of its block table."""
+    """One program for each token of a row, and one for each RUN pages of its block table."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait(PDL)
     slot = tl.load(slots + row)
@@ -100,7 +99,7 @@ def prepare_kernel(
         to = row * (W + 1) + at
         tl.store(positions + to, tl.where(live, end - 1, 0) + at)
         h = tl.arange(0, HP)
-        there = (h < H) & (token >= 0) & (token < V)  # past a draft's size there may be anything
+        there = (h < H) & (token >= 0) & (token < V)  # tokens past a draft's size are arbitrary
         tl.store(x + to * H + h, tl.load(embedding + token * H + h, mask=there, other=0.0), mask=h < H)
     else:
         p = (at - W - 1) * RUN + tl.arange(0, RUN)
@@ -113,8 +112,8 @@ def prepare_shared_kernel(
     owner, W, D, T, L, P, K, V, ROWS: tl.constexpr, LANES: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program for each of T tokens, and of each row one for each RUN pages of its block table; each works out for itself
-    which row has how many drafts."""
+    """One program for each of T tokens and, in each row, for each RUN pages of its block table. Every program works out by
+    itself how many drafts each row has."""
     at = tl.program_id(0)
     r = tl.arange(0, LANES)
     there = r < ROWS
@@ -157,7 +156,8 @@ def prepare_shared_kernel(
 
 @triton.jit
 def _agreement(row, end, n, last, back, run, agree):
-    """One token further back: `run` counts those that agree with the suffix's, `agree` is where all have so far."""
+    """Compare one more token of the suffix, further back. run: how many tokens agree so far, for each end; agree: whether all
+    do."""
     there = (end < n) & (end > back)
     agree = agree & there & (tl.load(row + end - 1 - back, mask=there, other=-1) == last)
     return run + agree.to(tl.int32), agree
@@ -168,8 +168,8 @@ def _look_up(
     row, n, draft, draft_size, K, VOCAB, KP: tl.constexpr, MIN_N: tl.constexpr, MAX_N: tl.constexpr, SCAN: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
-    """What followed the longest suffix of a row's n tokens the first time it occurred: writes the draft, gives its size.
-    n 0: nothing is looked for. row, draft, draft_size point to the slot's."""
+    """The n-gram look-up of a row of n tokens: find the first earlier occurrence of its longest suffix, write the tokens that
+    followed it as the draft, return the draft's size. n 0: no look-up. row, draft and draft_size point to the slot's."""
     lane = tl.arange(0, SCAN)
     longest = tl.zeros((SCAN,), tl.int32)
     ends = tl.zeros((SCAN,), tl.int32)
@@ -178,7 +178,7 @@ def _look_up(
         for back in tl.static_range(MAX_N):
             lasts += (tl.load(row + n - 1 - back, mask=back < n, other=-2),)
     for start in range(0, n - 1, SCAN):
-        end = start + 1 + lane  # of an earlier occurrence
+        end = start + 1 + lane  # where an earlier occurrence may end
         run = tl.zeros((SCAN,), tl.int32)
         agree = end < n
         if MAX_N <= UNROLLED:
@@ -188,7 +188,7 @@ def _look_up(
             for back in range(MAX_N):
                 last = tl.load(row + n - 1 - back, mask=back < n, other=-2)
                 run, agree = _agreement(row, end, n, last, back, run, agree)
-        ends = tl.where(run > longest, end, ends)  # of equals the earliest, which came first
+        ends = tl.where(run > longest, end, ends)  # of equally long ones the earliest
         longest = tl.maximum(longest, run)
     best = tl.max(longest, 0)
     first = tl.min(tl.where(longest == best, ends, 2147483647), 0)
@@ -208,7 +208,8 @@ def commit_kernel(
     LANES: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr, BROKEN: tl.constexpr, GIVEN: tl.constexpr,
     FIND: tl.constexpr, MIN_N: tl.constexpr, MAX_N: tl.constexpr, SCAN: tl.constexpr, UNROLLED: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One row: accept (GIVEN: how many are accepted is known), cut, append; with FIND draft what follows."""
+    """One row: accept, cut the block where the row ends, append. GIVEN: the number of accepted tokens is an input. FIND: draft
+    for the next step by the n-gram look-up."""
     row = tl.program_id(0).to(tl.int64)
     i, e = tl.arange(0, LANES), tl.arange(0, EP)
     slot = tl.load(slots + row)
@@ -225,13 +226,13 @@ def commit_kernel(
     else:
         accepted = tl.min(tl.where((chosen == drafted) & (i < cut), LANES, i), 0) + 1
     ends = (tl.max((chosen[:, None] == stops[None, :]).to(tl.int32), 1) > 0) | (chosen == BROKEN)
-    first = tl.min(tl.where(ends & (i < accepted), i, LANES), 0)  # where it ends within what is accepted
+    first = tl.min(tl.where(ends & (i < accepted), i, LANES), 0)  # the accepted token that ends the row; LANES: none
     room = tl.where(live, most - n, 0)
     broken = tl.max(((i == first) & (chosen == BROKEN) & (first < room)).to(tl.int32), 0)
     count = tl.maximum(tl.minimum((tl.minimum(accepted, first + 1) - broken).to(tl.int64), room), 0)
     n += count
     goes_on = live & (first == LANES) & (n < most)
-    tl.debug_barrier()  # every warp has read the row's state before one of them writes it
+    tl.debug_barrier()  # every warp has read the row's state before any warp writes it
     tl.store(tokens + slot * L + n - count + i, tl.maximum(chosen, 0), mask=live & (i <= W) & (n - count + i < L))
     tl.store(length + slot, n, mask=live)
     tl.store(alive + slot, goes_on, mask=live)
@@ -240,7 +241,7 @@ def commit_kernel(
     tl.store(counts + row * 5 + 2, tl.minimum((accepted - 1).to(tl.int64), count))
     tl.store(counts + row * 5 + 3, broken.to(tl.int64))
     if FIND:
-        tl.debug_barrier()  # every thread's part of the block is stored before any of them reads the text
+        tl.debug_barrier()  # every thread has stored its part of the block before any thread reads the tokens
         own = (tokens + slot * L, tl.where(goes_on, n, 0).to(tl.int32), draft + slot * K, draft_size + slot)
         found = _look_up(own[0], own[1], own[2], own[3], K, VOCAB, KP, MIN_N, MAX_N, SCAN, UNROLLED)
         tl.store(counts + row * 5 + 4, found.to(tl.int64))
@@ -249,10 +250,11 @@ def commit_kernel(
 
 
 def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Matrix, width: int, pdl: int = 0) -> Prepared:
-    """Lay the drafts behind the committed tokens, and give what the forward pass needs: of each row its last committed token
-    and `width` drafts. slot: [B] int64; k: [B] int64, what each row may draft at most; embedding: [V,H].
+    """Write the drafts behind the committed tokens and make the inputs of the forward pass: for each row its last committed
+    token and `width` drafts. slot: [B] int64; k: [B] int64, the most drafts of each row; embedding: dense, [V,H].
 
-    A draft is cut to k and to one token less than its limit leaves; what is cut is padding, with any token."""
+    A draft is cut to k tokens, and so that the row with one more token stays within its limit. The tokens that are cut are
+    padding and have any id. Raises TypeError for an embedding that is not dense."""
     rows, (_, pages) = len(slot), pool.block_table.shape
     values = embedding.values
     vocab, hidden = values.shape
@@ -272,8 +274,8 @@ def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Matrix, width: int, 
 def prepare_shared(
     pool: Pool, slot: Tensor, k: Tensor, embedding: Matrix, width: int, drafts: int, pdl: int = 0
 ) -> Shared:
-    """The same where all rows share `drafts` drafts, handed out from the first row on, and the tokens of the rows lie end to
-    end, with padding behind them up to rows + drafts tokens. At most `width` drafts for a row."""
+    """`prepare` for rows that share `drafts` drafts. They are given to the first row, then to the next, at most `width` to a
+    row. The rows' tokens lie one after the other, with padding behind them up to rows + drafts tokens."""
     rows, (_, pages) = len(slot), pool.block_table.shape
     values = embedding.values
     vocab, hidden = values.shape
@@ -292,23 +294,23 @@ def prepare_shared(
 
 
 def commit(pool: Pool, slot: Tensor, choice: Tensor, size: Tensor, pdl: int = 0) -> Tensor:
-    """Accept the drafts that equal the target's choices, cut the block at a stop, the limit or a BROKEN token, append it.
-    slot: [B]; choice: [B,W+1] int64, the block's tokens too; size: [B] int64, from prepare -> counts [B,5] int64: committed,
-    drafted, accepted, 1 where a BROKEN token has ended the row, and 0."""
+    """Accept the drafts that equal the target's choices, cut the block at a stop token, the limit or a BROKEN token, append it.
+    slot: [B]; choice: [B,W+1] int64, which are also the tokens to append; size: [B] int64, from `prepare` -> counts [B,5]
+    int64: committed, drafted, accepted, 1 where a BROKEN token ended the row, 0."""
     return _commit(pool, slot, choice, None, size, None, pdl)
 
 
 def commit_verdict(pool: Pool, slot: Tensor, tokens: Tensor, count: Tensor, size: Tensor, pdl: int = 0) -> Tensor:
-    """The same for a block of which the first `count` [B] int64 are known to be accepted. tokens: [B,W+1] int64."""
+    """`commit` with a verdict: the first `count` [B] int64 tokens of each row's block are accepted. tokens: [B,W+1] int64."""
     return _commit(pool, slot, tokens, count, size, None, pdl)
 
 
 def commit_and_draft(
     pool: Pool, slot: Tensor, choice: Tensor, size: Tensor, look_up: LookUp, pdl: int = 0
 ) -> Tensor:
-    """`commit`, then the draft of the next step in one launch: up to K tokens that followed the longest suffix the first time
-    it occurred (drafters/ngram.py), none where the row is not alive -> counts [B,5] int64: the same, and last the size of the
-    next draft."""
+    """`commit` and the draft for the next step in one launch: up to K tokens that followed the first occurrence of the longest
+    suffix (drafters/ngram.py), none for a row that has ended -> counts [B,5] int64: those of `commit`, the last column being
+    the size of the next draft."""
     return _commit(pool, slot, choice, None, size, look_up, pdl)
 
 

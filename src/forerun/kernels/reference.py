@@ -1,5 +1,5 @@
-"""The kernels in plain torch: for any device and dtype, written to be read and to be compared with. Each row's
-attention gathers its pages and calls torch's scaled_dot_product_attention; nothing here is tuned.
+"""The kernels in plain torch, for any device, dtype and kind of matrix. The other kernels are tested against them. Attention
+gathers each row's pages and calls torch's scaled_dot_product_attention. Nothing here is tuned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.models.weights import Matrix
 
 
 def multiplies(kind: str) -> bool:
-    """Every kind, by its dense values."""
+    """Every kind: the products use its dense values, expanded at each call."""
     return True
 
 
@@ -46,7 +46,7 @@ def norm_logits(x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [T,heads,D]; cos, sin: [T,D/2] float32."""
+    """Rotary embedding of x [T,heads,D]; cos, sin: [T,D/2] float32, each token's own."""
     a, b = x.float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
@@ -71,7 +71,7 @@ def attend(
     q = rotate(q, cos[batch.positions], sin[batch.positions])
     k = rotate(k, cos[batch.positions], sin[batch.positions])
 
-    out = torch.zeros(total, heads, dim, dtype=qkv.dtype, device=qkv.device)  # zeros for the padding
+    out = torch.zeros(total, heads, dim, dtype=qkv.dtype, device=qkv.device)  # padding gets zeros
     starts = batch.row_start.tolist()
     for row, (begin, end) in enumerate(itertools.pairwise(starts)):
         if begin == end:
@@ -95,7 +95,7 @@ def attend(
 
 
 def bind(layers: Layers) -> RunLayers:
-    this: Any = sys.modules[__name__]  # a module is a fine set of kernels
+    this: Any = sys.modules[__name__]  # the module itself is the set of kernels
     return partial(one_by_one, this, layers)
 
 
