@@ -6,15 +6,19 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from forerun import __version__, cli
 from forerun.bench.records import record
+from forerun.cli import parameters
+from forerun.options import OUTPUT, RUN, option
 from tests import reference
 from tests.records import as_markdown
 from tests.tiny import tiny_model
@@ -36,6 +40,43 @@ def test_the_reference_is_that_of_the_help_texts() -> None:
     if reference.MADE_BY not in there:
         pytest.skip(f"docs/cli.md was not made by {reference.MADE_BY}")
     assert there == reference.text(), "docs/cli.md is stale; renew it: python -m tests.reference"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Options of every kind."""
+
+    sizes: tuple[int, ...] = option((1,), RUN, "Several in one.", "-s", separated=True, default_text="one")
+    names: tuple[str, ...] = option((), RUN, "One at a time.", "--name")
+    kind: str = option("a", OUTPUT, "A choice.", choices=("a", "b"))
+    scale: float | None = option(None, RUN, "A number.")
+    quiet: bool = option(False, RUN, "A flag.")
+
+
+@pytest.mark.parametrize(
+    "given, made",
+    [
+        ([], Sizes()),
+        (["-s", "1, 20,", "--name", "x,y", "--name", "z"], Sizes(sizes=(1, 20), names=("x,y", "z"))),
+        (["--sizes", "", "--kind", "b", "--scale", "2", "--quiet"], Sizes((), kind="b", scale=2.0, quiet=True)),
+        (["--sizes", "1,x"], "error: sizes='1,x': give numbers separated by commas, as in 1,8,32"),
+        (["--kind", "c"], "Invalid value for '--kind'"),
+        (["odd"], "error: ValueError: odd (a fault of forerun's own; --debug shows where)"),
+        (["odd", "--debug"], "Traceback"),
+    ],
+)
+def test_a_dataclass_of_options_is_what_a_command_takes(given: list[str], made: Sizes | str) -> None:
+    found: list[Sizes] = []
+
+    def example(options: Sizes, word: Annotated[str | None, typer.Argument(help="A word.")] = None) -> None:
+        if word is not None:
+            raise ValueError(word)
+        found.append(options)
+
+    app = typer.Typer()
+    app.command()(parameters.command(example))
+    shown = CliRunner(env=WIDE).invoke(app, given)
+    assert (found == [made]) if isinstance(made, Sizes) else (not found and made in shown.stderr and shown.exit_code in (2, 4))
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

@@ -399,20 +399,17 @@ def _body(options: Options) -> dict[str, Any]:
 
 def resumable(record: Record, subject: Subject) -> None:
     """Raises SettingError if the subject, the machine or a file differs from the record's."""
-    before, now = record.settings, subject
-    here = machine.describe(None)
-    differing = [
-        f"{name}: {was} in the record, {is_} now"
-        for name, was, is_ in (
-            ("model", before.model, now.model),
-            ("engine", before.engine, now.engine),
-            ("processor", record.machine.cpu, here.cpu),
-            ("cores", record.machine.cores, here.cores),
-            ("accelerator", record.machine.accelerator, here.accelerator),
-            *((f"contents of the {name}", before.contents.get(name), value) for name, value in now.origin.contents.items()),
-        )
-        if was != is_
-    ]
+    before, there, here = record.settings, record.machine, machine.describe(None)
+    pairs = {
+        "model": (before.model, subject.model),
+        "engine": (before.engine, subject.engine),
+        "processor": (there.cpu, here.cpu),
+        "cores": (there.cores, here.cores),
+        "accelerator": (there.accelerator, here.accelerator),
+    }
+    for name, value in subject.origin.contents.items():
+        pairs[f"contents of the {name}"] = (before.contents.get(name), value)
+    differing = [f"{name}: {was} in the record, {now} now" for name, (was, now) in pairs.items() if was != now]
     require(not differing, "resume", "; ".join(differing), "another run is no part of this one; measure it on its own")
 
 
