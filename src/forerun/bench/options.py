@@ -60,8 +60,8 @@ class Options:
     )  # fmt: skip
     prompts: tuple[Path, ...] = option(
         (), LOAD,
-        "Your own prompts as JSON Lines (prompt, messages, or Spec-Bench's turns), a task beside --tasks; with --tasks none, "
-        "alone. May be repeated.",
+        "Your own prompts as JSON Lines (prompt, messages, or Spec-Bench's turns), a task in addition to --tasks; with --tasks "
+        "none, alone. May be repeated.",
         metavar="FILE", scope=NO_TRACE,
     )  # fmt: skip
     trace: Path | None = option(

@@ -47,7 +47,7 @@ def _known(error: Exception) -> str | None:
 
 
 def complain(what: str) -> None:
-    """Print an error without its secrets, in one line whatever the terminal's width is."""
+    """Print an error without its secrets, on one line at any width of the terminal."""
     from rich.console import Console
 
     from forerun.bench.records.redaction import hide
