@@ -1,5 +1,5 @@
-"""Options: what is printed to repeat a run gives the same run, secrets are written nowhere, and what cannot be is found out
-before anything is measured."""
+"""Options of bench: the printed command repeats the same run, secrets are written nowhere, and bad options are refused before
+anything is measured."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bench(*arguments: str) -> Any:
 
 
 def parsed(line: list[str], monkeypatch: pytest.MonkeyPatch) -> Options:
-    """What the command line makes of these words."""
+    """The options that the command line parses from these words."""
     found: list[Options] = []
     monkeypatch.setattr("forerun.cli.bench.execute", lambda asked, *_: found.append(asked))
     assert line[:2] == ["forerun", "bench"]
@@ -59,11 +59,11 @@ def parsed(line: list[str], monkeypatch: pytest.MonkeyPatch) -> Options:
     return found[0]
 
 
-# repeat it
+# the command that repeats a run
 
 
 def some(draw: random.Random, folder: Path) -> Options:
-    """Options that go together, each at its default or not."""
+    """Random options that go together."""
 
     def maybe(**values: Any) -> dict[str, Any]:
         return {name: draw.choice(value) for name, value in values.items() if draw.random() < 0.5}
@@ -126,7 +126,7 @@ def test_every_option_has_its_flag() -> None:
 
 
 def test_the_command_of_a_record_repeats_its_plan(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dtype, device and the drafters' own settings, whatever was left to a default."""
+    """It names dtype, device and the drafters' own settings even where the user left them at their defaults."""
     arm = '{"method": "suffix", "suffix_decoding_max_spec_factor": 2.0}'
     asked = ("--tasks", "copy", "-a", arm, "-a", "ngram", "-r", "1", "-n", "4")
     shown = bench("-m", model, *asked, "-o", str(tmp_path / "r.json"))
@@ -221,7 +221,7 @@ def refuses(body: dict[str, Any]) -> Script:
 
 
 def everything(folder: Path, *shown: Any) -> str:
-    """All that was written: to the screen and to files, packed ones unpacked."""
+    """Everything that was written to the screen and to files."""
     texts = [one.output + one.stderr for one in shown]
     for path in folder.rglob("*"):
         if path.is_file() and path.name not in ("start.py", "mock.toml"):
@@ -271,7 +271,7 @@ from tests import mock_server
 
 @pytest.mark.parametrize("comes_up", [True, False])
 def test_secrets_of_servers_that_are_started_are_written_nowhere(tmp_path: Path, comes_up: bool) -> None:
-    """On their command lines, in the template and in the logs that they leave, also of one that does not come up."""
+    """The secrets are on the servers' command lines, in the template and in the logs, also of a server that does not come up."""
     rest = "mock_server.main()" if comes_up else f"raise ValueError('--api-key {S} is refused')"
     (tmp_path / "start.py").write_text(START.format(rest=rest, secret=S))
     (tmp_path / "logs").mkdir()

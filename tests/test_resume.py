@@ -1,4 +1,4 @@
-"""No run is lost: whatever fails or interrupts it, what was measured is in the file, and the rest can be measured later."""
+"""No run is lost: after any fault or interrupt the measured batches are in the file, and the others can be measured later."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small(scripts: dict[str, Script], together: bool = True, **plan: Any) -> Ben
 
 
 def what(batches: Any) -> dict[tuple[str, str, int], tuple[Any, ...]]:
-    """The measured batches by what they are, with what was answered."""
+    """The answers of each measured batch, by task, arm and repetition."""
     found: dict[tuple[str, str, int], tuple[Any, ...]] = {}
     for b in batches:
         if not b.warmup:
@@ -57,7 +57,7 @@ def what(batches: Any) -> dict[tuple[str, str, int], tuple[Any, ...]]:
 def test_a_run_that_ends_anywhere_is_resumed_to_the_same_record(
     together: bool, stop: type[BaseException] | None
 ) -> None:
-    """Ended before each of its batches in turn, by an interrupt, by a second one at once, or by a fault of the runner."""
+    """The run ends before one of its batches, by an interrupt, by two interrupts or by a fault of the runner."""
     whole = small({"fast": FAST}, together, repetitions=2).measure()
     count = len(whole.batches)
     for at in range(count):
@@ -147,7 +147,7 @@ OPERATIONS = ("up", "fresh", "counters", "generate", "times", "renew", "down")
 
 
 def breaking(bench: Bench, draw: random.Random) -> None:
-    """One operation of one side raises, once or for good, from some call on; a side may die of it."""
+    """From some call on, one operation of one side raises, once or always; the side may die."""
     side = draw.choice(bench.sides)
     name, at, times = draw.choice(OPERATIONS[:5]), draw.randrange(12), draw.choice((1, 1, 99))
     dies, calls, original = draw.random() < 0.5, 0, getattr(side, name)
@@ -464,7 +464,7 @@ def test_another_machine_and_other_prompts_are_refused(model: str, tmp_path: Pat
 def test_an_exception_in_the_engine_is_a_failed_request(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """One that the engine's owner does not catch, too; then the engine is made anew."""
+    """After an exception that the engine's owner does not catch, the engine is built again."""
     from forerun.engine.engine import Engine
     from forerun.engine.owner import Owner
 
@@ -536,7 +536,7 @@ def test_a_fault_of_our_own_loses_nothing(model: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_program_that_is_asked_to_end_leaves_its_record(model: str, tmp_path: Path, number: signal.Signals) -> None:
-    """In the middle of measuring. The record is whole, and the rest is measured when the run is resumed."""
+    """The signal comes while batches are measured. The record is complete up to then, and the run can be resumed."""
     path = tmp_path / "r.json"
     asked = ["--tasks", "copy", "-a", "ngram", "-r", "60", "-n", "48", "-o", str(path)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
