@@ -271,7 +271,7 @@ from tests import mock_server
 
 @pytest.mark.parametrize("comes_up", [True, False])
 def test_secrets_of_servers_that_are_started_are_written_nowhere(tmp_path: Path, comes_up: bool) -> None:
-    """The secrets are on the servers' command lines, in the template and in the logs, also of a server that does not come up."""
+    """The secrets are on the servers' command lines, in the template and in the logs, also if one does not come up."""
     rest = "mock_server.main()" if comes_up else f"raise ValueError('--api-key {S} is refused')"
     (tmp_path / "start.py").write_text(START.format(rest=rest, secret=S))
     (tmp_path / "logs").mkdir()
