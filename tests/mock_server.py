@@ -44,13 +44,14 @@ class Script:
 @dataclass
 class MockServer:
     """Use `async with`. script: what a request's body gets. pages: raw responses to GETs, by path; an empty one closes the
-    connection. seen: the bodies. sent: for each request the clock's time of each chunk that was sent."""
+    connection. seen: the bodies. key: what a client has to give. sent: for each request the clock's time of each chunk that was sent."""
 
     script: Callable[[dict[str, Any]], Script] = lambda body: Script()
     engine: str = "vllm"
     port: int = 0
     extra_metrics: str = ""
     foreign_tokens: int = 0
+    key: str | None = None
     pages: dict[str, bytes] = field(default_factory=dict)
     seen: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -83,7 +84,9 @@ class MockServer:
                     name, _, value = header.decode().partition(":")
                     headers[name.strip().lower()] = value.strip()
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                if method == "GET" and path in self.pages:
+                if self.key is not None and path != "/health" and headers.get("authorization") != f"Bearer {self.key}":
+                    writer.write(response(b"no key", "401 Unauthorized"))
+                elif method == "GET" and path in self.pages:
                     writer.write(self.pages[path])
                     if not self.pages[path]:
                         return
@@ -268,6 +271,7 @@ def main() -> None:
     parser.add_argument("--per", type=int, default=3)
     parser.add_argument("--start", type=float, default=0.0)
     parser.add_argument("--die", action="store_true")
+    parser.add_argument("--api-key")
     parser.add_argument("--die-after", type=int, default=-1)
     args = parser.parse_args()
     print("INFO engine is starting", flush=True)
@@ -290,7 +294,7 @@ def main() -> None:
         counted = (steps, steps * 2, n - 1 - steps, (n - 1 - steps,)) if per > 1 else (0, 0, 0, ())
         return Script(chunks, counted=counted)
 
-    server = MockServer(script, port=args.port)
+    server = MockServer(script, port=args.port, key=args.api_key)
 
     async def serve() -> None:
         await asyncio.sleep(args.start)

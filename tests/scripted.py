@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from forerun.bench import run as runner
-from forerun.bench.engines.arms import BASELINE, CONTROL
+from forerun.bench.engines.arms import BASELINE, CONTROL, Arm
 from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, TokenLogprob
-from forerun.bench.engines.launching import ServedArm
 from forerun.bench.engines.subject import Subject, random_ids
 from forerun.bench.load.plan import Plan, Step
 from forerun.bench.records.record import Batch, Counts, Facts, Load, Record, ServerCounters, Times
@@ -63,7 +62,7 @@ class ScriptedSide:
     """Takes the place of an engine in this process. Answers depend on the prompt alone; time is the clock's, moved by the
     script."""
 
-    def __init__(self, arm: ServedArm, script: Script, clock: Clock, log: list[Sent], built: list[str]) -> None:
+    def __init__(self, arm: Arm, script: Script, clock: Clock, log: list[Sent], built: list[str]) -> None:
         self.arm, self.script, self.clock, self.log, self.built = arm, script, clock, log, built
         self.settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
         self.facts: Facts | None = None
@@ -195,9 +194,9 @@ def scripted(scripts: dict[str, Script], together: bool = True, **plan: Any) -> 
     given["tasks"] = workloads.find(given["tasks"])
     given.setdefault("loads", (Load(concurrency=count, requests=count),))
     clock, log, built = Clock(), [], []  # type: ignore[var-annotated]
-    sides = [ScriptedSide(ServedArm(BASELINE, None), scripts.get(BASELINE, Script()), clock, log, built)]
+    sides = [ScriptedSide(Arm(BASELINE), scripts.get(BASELINE, Script()), clock, log, built)]
     for i, name in enumerate(names):
-        arm = ServedArm(name, {**NGRAM, "num_speculative_tokens": i + 2})
+        arm = Arm(name, {**NGRAM, "num_speculative_tokens": i + 2})
         sides.append(ScriptedSide(arm, scripts[name], clock, log, built))
     every = tuple(sides) + ((sides[0],) if given.get("control") else ())
     subject = Subject("fake", "forerun", every, random_ids(1000, SPECIAL), together)

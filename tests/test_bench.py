@@ -326,9 +326,9 @@ def test_terminal_and_markdown_say_the_same() -> None:
 
 def test_arms() -> None:
     assert [a.name for a in arms.parse(("ngram", "suffix"))] == ["ngram k=4", "suffix"]
-    ngram = arms.parse(("ngram",))[0].speculation
-    assert ngram is not None and (ngram.prompt_lookup_min, ngram.prompt_lookup_max, ngram.num_speculative_tokens) == (2, 5, 4)
-    assert [a.speculation.num_speculative_tokens for a in arms.parse(("ngram:k=2,4,8",)) if a.speculation] == [2, 4, 8]
+    ngram = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4}
+    assert arms.parse(("ngram",))[0].settings.items() >= ngram.items()  # type: ignore[union-attr]
+    assert [a.settings["num_speculative_tokens"] for a in arms.parse(("ngram:k=2,4,8",)) if a.settings] == [2, 4, 8]
     own = arms.parse(('{"method": "ngram", "num_speculative_tokens": 4}', "ngram"))
     assert [a.name for a in own] == ["ngram k=4 (1)", "ngram k=4 (2)"]
 

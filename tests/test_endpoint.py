@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from forerun.bench.engines import metrics
+from forerun.bench.engines.dialects import DIALECTS
 from forerun.bench.engines.endpoint import Ask, Piece
-from forerun.bench.engines.openai import DIALECTS, Address, HttpEndpoint, Timeouts
+from forerun.bench.engines.openai import Address, HttpEndpoint, Timeouts
 from forerun.bench.engines.reply import Reply
 from forerun.bench.engines.sse import EventReader
 from forerun.bench.load import latency
@@ -250,14 +251,15 @@ vllm:cache_config_info{block_size="16",kv_cache_size_tokens="40208"} 1.0
 
 
 def test_counters_are_read_by_name_and_summed_over_labels() -> None:
-    got = metrics.counters_of(metrics.READERS["vllm"], VLLM)
+    got = metrics.counters_of(DIALECTS["vllm"].metrics, VLLM)
     assert got == ServerCounters(drafts=12.0, draft_tokens=48.0, accepted_tokens=30.0, accepted_at=(11.0, 9.0), queue_s=0.5,
                                  queue_count=4.0)
-    assert metrics.kv_tokens_of("vllm", VLLM) == 40208
-    assert metrics.kv_tokens_of("sglang", "sglang:max_total_num_tokens{model_name=\"m\"} 30832.0\n") == 30832
-    assert metrics.kv_tokens_of("vllm", "") is None and metrics.kv_tokens_of("openai", VLLM) is None
+    assert metrics.kv_tokens_of(DIALECTS["vllm"].metrics, VLLM) == 40208
+    assert metrics.kv_tokens_of(DIALECTS["sglang"].metrics, "sglang:max_total_num_tokens{model_name=\"m\"} 30832.0\n") == 30832
+    assert metrics.kv_tokens_of(DIALECTS["vllm"].metrics, "") is None
+    assert metrics.kv_tokens_of(DIALECTS["openai"].metrics, VLLM) is None
     trt = "trtllm_spec_decode_num_draft_tokens_total 8.0\ntrtllm_spec_decode_num_accepted_tokens_total{a=\"b\"} 3.0\n"
-    assert metrics.counters_of(metrics.READERS["tensorrt-llm"], trt) == ServerCounters(draft_tokens=8.0, accepted_tokens=3.0)
+    assert metrics.counters_of(DIALECTS["tensorrt-llm"].metrics, trt) == ServerCounters(draft_tokens=8.0, accepted_tokens=3.0)
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-3", "1e999", "x", "", "²"])
@@ -270,10 +272,10 @@ def test_values_that_no_counter_can_have_are_left_out(value: str, place: str) ->
         "position": f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{value}"}} 2.0\n',
         "label": f'vllm:cache_config_info{{kv_cache_size_tokens="{value}"}} 1.0\n',
     }[place]
-    got = metrics.counters_of(metrics.READERS["vllm"], bad + good)
+    got = metrics.counters_of(DIALECTS["vllm"].metrics, bad + good)
     assert got == ServerCounters(drafts=3.0)
-    assert metrics.kv_tokens_of("vllm", bad + good) is None
-    assert metrics.kv_tokens_of("sglang", f"sglang:max_total_num_tokens {value}\n") is None
+    assert metrics.kv_tokens_of(DIALECTS["vllm"].metrics, bad + good) is None
+    assert metrics.kv_tokens_of(DIALECTS["sglang"].metrics, f"sglang:max_total_num_tokens {value}\n") is None
     assert metrics.difference(got, got) is not None
 
 

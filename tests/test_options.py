@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from forerun import cli
 from forerun.bench import command, options
 from forerun.bench.engines import addresses
-from forerun.bench.engines.openai import DIALECTS, Address
+from forerun.bench.engines.dialects import DIALECTS
+from forerun.bench.engines.openai import Address
 from forerun.bench.options import DEFAULTS, OPTIONS, Options
 from forerun.bench.pages import words
 from forerun.bench.records import record, redaction
@@ -167,7 +168,7 @@ def test_records_of_older_versions_give_a_command_that_can_be_parsed(name: str, 
     if asked.engine == "forerun":
         from forerun.bench.engines.arms import parse
 
-        given = [arm.speculation.effective() for arm in parse(asked.arms) if arm.speculation]
+        given = [arm.settings for arm in parse(asked.arms)]
         assert given == [a.speculation for a in made.settings.arms if a.speculation is not None]
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from forerun.bench import command, run
-from forerun.bench.engines.arms import BASELINE, CONTROL
-from forerun.bench.engines.launching import ServedArm
-from forerun.bench.engines.openai import DIALECTS, OWN_FIELDS, Address, Timeouts
+from forerun.bench.engines.arms import BASELINE, CONTROL, Arm
+from forerun.bench.engines.dialects import DIALECTS
+from forerun.bench.engines.openai import OWN_FIELDS, Address, Timeouts
 from forerun.bench.engines.servers import Server
 from forerun.bench.engines.sides import Running
 from forerun.bench.engines.subject import Subject, random_ids
@@ -60,8 +60,8 @@ def measured(
     async def go() -> Record:
         async with base, fast:
             sides = [
-                Running(ServedArm(BASELINE, None), Address(base.url, "target", DIALECTS[engine])),
-                Running(ServedArm("fast", {"method": "ngram"}), Address(fast.url, "target", DIALECTS[engine])),
+                Running(Arm(BASELINE), Address(base.url, "target", DIALECTS[engine])),
+                Running(Arm("fast", {"method": "ngram"}), Address(fast.url, "target", DIALECTS[engine])),
             ]
             if what.control:
                 sides.append(sides[0])
@@ -242,6 +242,13 @@ def test_servers_are_launched_measured_and_gone(tmp_path: Path, alive: str) -> N
     assert all(not a.failed for b in made.batches for a in b.answers)
 
 
+def test_the_key_of_a_launched_server_is_sent_with_requests(tmp_path: Path) -> None:
+    made = launched(options(tmp_path, alive="together", server_args="--api-key k-1234567", arms=("flags:--api-key=k-7654321",)))
+    assert not any(a.failed for b in made.batches for a in b.answers)
+    assert all(arm.facts is not None and arm.facts.version == "9.9" for arm in made.settings.arms)
+    assert "k-1234567" not in made.to_json() and "k-7654321" not in made.to_json()
+
+
 def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
     """At its fourth request: that one failed, the others were answered by it and by its successor."""
     made = launched(options(tmp_path, alive="together", arms=("ngram", "flags:--die-after 3"), repetitions=4))
@@ -332,7 +339,7 @@ def test_what_body_sets_is_what_the_record_and_the_report_say() -> None:
         async with MockServer(plain) as base, MockServer(drafting) as fast:
             sides = tuple(
                 Running(arm, Address(server.url, "target", DIALECTS["vllm"], {}, body))
-                for arm, server in ((ServedArm(BASELINE, None), base), (ServedArm("fast", {"method": "ngram"}), fast))
+                for arm, server in ((Arm(BASELINE), base), (Arm("fast", {"method": "ngram"}), fast))
             )
             what = plan(tasks=workloads.find((task,)), repetitions=1, warmups=0)
             subject = Subject("m", "vllm", sides, random_ids(50, frozenset()), body=body)
@@ -393,8 +400,8 @@ def test_an_arm_that_does_not_answer_is_given_up_and_the_others_are_measured() -
             async with MockServer(plain) as base, bad:
                 where = Address(base.url, "target", DIALECTS["vllm"])
                 sides = (
-                    Running(ServedArm(BASELINE, None), where),
-                    Running(ServedArm("bad", {"method": "ngram"}), dataclasses.replace(where, url=bad.url, timeouts=soon)),
+                    Running(Arm(BASELINE), where),
+                    Running(Arm("bad", {"method": "ngram"}), dataclasses.replace(where, url=bad.url, timeouts=soon)),
                 )
                 return await run.measure(plan(repetitions=4), Subject("m", "vllm", sides), Quiet())
 
@@ -435,7 +442,7 @@ def test_arms_on_a_server() -> None:
     (own,) = command.served_arms(('{"method": "eagle3", "model": "h", "num_speculative_tokens": 3}',))
     assert own.name == "eagle3 k=3" and own.settings is not None and own.settings["model"] == "h"
     (flags,) = command.served_arms(("flags:--spec-type ngram-mod",))
-    assert flags == ServedArm("--spec-type ngram-mod", None, ("--spec-type", "ngram-mod"))
+    assert flags == Arm("--spec-type ngram-mod", None, ("--spec-type", "ngram-mod"))
     for bad in (("{",), ('{"k": 1}',), ("flags:",), ("ngram", "ngram:k=4"), ("eagle",)):
         with pytest.raises(SettingError):
             command.served_arms(bad)

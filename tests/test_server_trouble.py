@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from forerun.bench import run
-from forerun.bench.engines.arms import BASELINE
+from forerun.bench.engines.arms import BASELINE, Arm
+from forerun.bench.engines.dialects import DIALECTS
 from forerun.bench.engines.endpoint import Ask, Piece
-from forerun.bench.engines.launching import ServedArm
-from forerun.bench.engines.openai import DIALECTS, Address, HttpEndpoint, Timeouts
+from forerun.bench.engines.openai import Address, HttpEndpoint, Timeouts
 from forerun.bench.engines.reply import Reply
 from forerun.bench.engines.sides import Running
 from forerun.bench.engines.sse import Event, EventReader
@@ -536,8 +536,8 @@ def test_no_run_is_lost(tmp_path: Path) -> None:
             key = {"Authorization": "Bearer sk-secret-17"}
             where = Address(base.url, "target", DIALECTS["vllm"], key, timeouts=Timeouts(0.6, 5.0, 0.25))
             sides = (
-                Running(ServedArm(BASELINE, None), where),
-                Running(ServedArm("troubled", {"method": "ngram"}), dataclasses.replace(where, url=bad.url)),
+                Running(Arm(BASELINE), where),
+                Running(Arm("troubled", {"method": "ngram"}), dataclasses.replace(where, url=bad.url)),
             )
             what = plan(loads=(Load(concurrency=1, requests=len(names)),), repetitions=1, warmups=0, max_tokens=8)
             return await run.measure(what, Subject("m", "vllm", sides), Quiet())

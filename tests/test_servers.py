@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from forerun.bench.engines import launching, servers
-from forerun.bench.engines.launching import ServedArm
+from forerun.bench.engines.arms import Arm
 from forerun.bench.engines.servers import Launch, Server
 from forerun.config import Speculation
 from forerun.types import SettingError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "model": "small"}
-BASELINE = ServedArm("baseline", None)
+BASELINE = Arm("baseline", None)
 
 MOCK = f"""
 engine = "vllm"
@@ -48,7 +48,7 @@ otherwise = "V1"
 
 
 def command(engine: str, settings: dict[str, Any] | None, flags: tuple[str, ...] = ()) -> list[str]:
-    template, arm = launching.load_template(engine, None), ServedArm("arm", settings, flags)
+    template, arm = launching.load_template(engine, None), Arm("arm", settings, flags)
     return launching.command_of(template, arm, launching.places(arm, "MODEL", 8000, 4096, 8, "FILE"))
 
 
@@ -79,7 +79,7 @@ def test_the_configuration_file_of_tensorrt_llm() -> None:
     template = launching.load_template("tensorrt-llm", None)
 
     def file(settings: dict[str, Any] | None) -> dict[str, Any] | None:
-        arm = ServedArm("arm", settings)
+        arm = Arm("arm", settings)
         return launching.file_of(template, arm, launching.places(arm, "MODEL", 1, 2, 3, "FILE"))
 
     memory = {"kv_cache_config": {"free_gpu_memory_fraction": 0.9}}
@@ -157,7 +157,7 @@ def launch(text: str = MOCK, **settings: Any) -> Launch:
 
 
 def test_a_server_is_started_described_and_ended() -> None:
-    plain, drafting = Server(launch(), BASELINE), Server(launch(), ServedArm("ngram k=4", NGRAM, ("--start", "0.3")))
+    plain, drafting = Server(launch(), BASELINE), Server(launch(), Arm("ngram k=4", NGRAM, ("--start", "0.3")))
     try:
         asyncio.run(plain.start())
         asyncio.run(drafting.start())
@@ -204,12 +204,12 @@ def test_children_that_ignore_the_request_to_end_are_ended_too(tmp_path: Path) -
 
 
 def test_a_server_that_does_not_come_up_says_why() -> None:
-    server = Server(launch(), ServedArm("arm", None, ("--die",)))
+    server = Server(launch(), Arm("arm", None, ("--die",)))
     with pytest.raises(SettingError, match=r"code 3 before it was ready: ValueError: the drafter does not fit") as found:
         asyncio.run(server.start())
     whole = Path(str(found.value).rpartition("The whole log: ")[2])
     assert "engine is starting" in whole.read_text(), "the log is there when this program has ended"
-    slow = Server(launch(MOCK.replace("ready_seconds = 20", "ready_seconds = 0.3")), ServedArm("arm", None, ("--start", "30")))
+    slow = Server(launch(MOCK.replace("ready_seconds = 20", "ready_seconds = 0.3")), Arm("arm", None, ("--start", "30")))
     with pytest.raises(SettingError, match=r"not ready after 0.3 s"):
         asyncio.run(slow.start())
     assert not slow.running

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from forerun import cli
 from forerun.bench import command
-from forerun.bench.engines.launching import ServedArm
-from forerun.bench.engines.openai import DIALECTS, Address
+from forerun.bench.engines.arms import Arm
+from forerun.bench.engines.dialects import DIALECTS
+from forerun.bench.engines.openai import Address
 from forerun.bench.engines.sides import Running
 from forerun.bench.engines.subject import Subject
 from forerun.bench.load.plan import interleaved, scheduled_s
@@ -195,7 +196,7 @@ def test_a_run_that_will_take_hours_is_known_before_it_starts(tmp_path: Path) ->
 
 def test_it_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "log.jsonl", [{"timestamp": 9000 * i, "prompt": f"p {i}"} for i in range(9)])
-    sides = tuple(Running(ServedArm(name, None), Address("http://h", "m", DIALECTS["vllm"])) for name in ("baseline", "b"))
+    sides = tuple(Running(Arm(name, None), Address("http://h", "m", DIALECTS["vllm"])) for name in ("baseline", "b"))
     monkeypatch.setattr(command, "subject_of", lambda *_: Subject("m", "vllm", sides))
 
     def begin(*_: Any) -> None:

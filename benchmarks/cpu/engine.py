@@ -26,8 +26,7 @@ import torch
 from machine import describe, limits
 
 from forerun.bench.command import measure
-from forerun.bench.engines.arms import BASELINE, parse
-from forerun.bench.engines.launching import ServedArm
+from forerun.bench.engines.arms import BASELINE, Arm, parse
 from forerun.bench.engines.sides import Embedded
 from forerun.bench.engines.subject import Subject
 from forerun.bench.load.plan import Plan
@@ -182,12 +181,11 @@ def tasks(loaded: LoadedModel, repetitions: int) -> dict[str, Any]:
     """For each task: n-gram's speed-up over plain decoding, its tokens a step, and what of a step is not the target."""
 
     (ngram,) = parse(("ngram",))
-    assert ngram.speculation is not None
     sides = (
-        Embedded(ServedArm(BASELINE, None), lambda: LLM(loaded, kv_cache_tokens=KV)),
+        Embedded(Arm(BASELINE), lambda: LLM(loaded, kv_cache_tokens=KV)),
         Embedded(
-            ServedArm(ngram.name, ngram.speculation.effective()),
-            lambda: LLM(loaded, speculative_config=ngram.speculation, kv_cache_tokens=KV),
+            ngram,
+            lambda: LLM(loaded, speculative_config=ngram.settings, kv_cache_tokens=KV),
         ),
     )
     plan = Plan(find(TASKS), repetitions=repetitions)

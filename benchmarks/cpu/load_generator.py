@@ -25,8 +25,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from forerun.bench.engines.dialects import DIALECTS
 from forerun.bench.engines.endpoint import Ask
-from forerun.bench.engines.openai import DIALECTS, Address, HttpEndpoint
+from forerun.bench.engines.openai import Address, HttpEndpoint
 from forerun.bench.load import latency
 from forerun.bench.load import sending as load
 from forerun.bench.records.record import Answer, Load

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from forerun import textfile
 from forerun.bench import run
 from forerun.bench.engines import addresses, arms, launching
-from forerun.bench.engines.arms import BASELINE, CONTROL
-from forerun.bench.engines.launching import ServedArm
-from forerun.bench.engines.openai import DIALECTS, Address, check_body
+from forerun.bench.engines.arms import BASELINE, CONTROL, Arm
+from forerun.bench.engines.dialects import DIALECTS
+from forerun.bench.engines.openai import Address, check_body
 from forerun.bench.engines.servers import Launch, Server, available_memory, memory_share
 from forerun.bench.engines.sides import Embedded, Launched, Running, Side
 from forerun.bench.engines.subject import Origin, Subject, random_ids
@@ -86,10 +86,10 @@ def plan_of(options: Options) -> Plan:
     )
 
 
-def served_arms(texts: Sequence[str]) -> tuple[ServedArm, ...]:
+def served_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
     """The candidates on servers that are started. A text is one of those of arms.parse, JSON with the engine's own keys, which
     only the engine can check, or `flags:` and the engine's own flags. Raises SettingError."""
-    found: list[ServedArm] = []
+    found: list[Arm] = []
     for text in texts:
         text = text.strip()
         if text.startswith("{"):
@@ -98,11 +98,9 @@ def served_arms(texts: Sequence[str]) -> tuple[ServedArm, ...]:
             flags = tuple(_split("arms", text.removeprefix("flags:")))
             require(bool(flags), "arms", text, "give flags, for instance flags:--spec-type ngram-mod")
             remember(*secrets_of(flags))
-            found.append(ServedArm(" ".join(hide(flags)), None, flags))
+            found.append(Arm(" ".join(hide(flags)), None, flags))
         else:
-            for arm in arms.parse((text,)):
-                assert arm.speculation is not None
-                found.append(ServedArm(arm.name, _essential(arm.speculation.effective())))
+            found += [dataclasses.replace(arm, settings=_essential(arm.settings or {})) for arm in arms.parse((text,))]
     for one in found:
         require([a.name for a in found].count(one.name) == 1, "arms", one.name, "give each arm once")
     return tuple(found)
@@ -114,11 +112,11 @@ def _essential(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if k not in left_out or v != left_out[k]}
 
 
-def _from_json(text: str) -> ServedArm:
+def _from_json(text: str) -> Arm:
     value = textfile.json_object("arms", text, '{"method": "ngram"}', hide(text))
     require(bool(value.get("method")), "arms", hide(text), 'give "method", for instance "ngram"')
     name, k = value["method"], value.get("num_speculative_tokens")
-    return ServedArm(name if k is None else f"{name} k={k}", value)
+    return Arm(name if k is None else f"{name} k={k}", value)
 
 
 def subject_of(options: Options, plan: Plan) -> Subject:
@@ -163,16 +161,16 @@ def _embedded(options: Options, plan: Plan) -> Subject:
     gc.collect()
     gc.freeze()  # a garbage collection that walks over the model takes as long as several steps
 
-    def side(arm: arms.Arm) -> Side:
+    def side(arm: Arm) -> Embedded:
         def build() -> LLM:
             return LLM(
-                loaded, speculative_config=arm.speculation, dtype=options.dtype, device=options.device, max_num_seqs=slots,
+                loaded, speculative_config=arm.settings, dtype=options.dtype, device=options.device, max_num_seqs=slots,
                 gpu_memory_utilization=0.9 / sides_,
             )  # fmt: skip
 
-        return Embedded(ServedArm(arm.name, arm.speculation.effective() if arm.speculation else None), build)
+        return Embedded(arm, build)
 
-    sides = [side(arm) for arm in (arms.Arm(BASELINE, None), *candidates)]
+    sides = [side(arm) for arm in (Arm(BASELINE), *candidates)]
     tokenizer, target = loaded.tokenizer, loaded.target
     ids = random_ids(target.vocab, frozenset(tokenizer.special_ids))
     notes = prompts_that_do_not_fit(plan, tokenizer, target.max_positions)
@@ -236,7 +234,7 @@ def _launched(options: Options, plan: Plan) -> Subject:
         options.logs,
         memory_share(1 + len(candidates) if together else 1),
     )
-    served = [Server(launch, arm) for arm in (ServedArm(BASELINE, None), *candidates)]
+    served = [Server(launch, arm) for arm in (Arm(BASELINE), *candidates)]
     for server in served:
         server.command()  # raises SettingError for a setting that cannot be used
     sides = [Launched(server, body, options.timeouts) for server in served]
@@ -256,12 +254,12 @@ def _running(options: Options, plan: Plan) -> Subject:
         return Address(place.url, model, dialect, all_headers, body, options.timeouts)
 
     first = address("engine", options.engine)
-    sides: list[Side] = [Running(ServedArm(BASELINE, None), first)]
+    sides: list[Side[Any]] = [Running(Arm(BASELINE), first)]
     known = {BASELINE: first}
     for text in options.arms:
         if text == "prediction":
             # the same server with other requests
-            sides.append(Running(ServedArm("prediction", {"method": "prediction"}), first))
+            sides.append(Running(Arm("prediction", {"method": "prediction"}), first))
             continue
         name, equals, url = text.partition("=")
         require(
@@ -281,7 +279,7 @@ def _running(options: Options, plan: Plan) -> Subject:
             "or --control to see how a server differs from itself",
         )
         known[name] = its
-        sides.append(Running(ServedArm(name, {"method": name}), its))
+        sides.append(Running(Arm(name, {"method": name}), its))
     compared = len(sides) > 1 or plan.control
     require(compared, "arms", (), "give at least one as NAME=URL, or --control to see the server's own spread")
     ids = _ids(options.tokenizer or options.model, plan, first.dialect.name)

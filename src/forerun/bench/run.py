@@ -248,8 +248,6 @@ class _Run:
         before = await side.endpoint.counters()
         answers, wall = await loads.drive(side.endpoint, asks, step.load, due, self.clock, self.patience[step.side])
         after = await _settled(side, before, answers)
-        # servers repeat a key that they refuse
-        answers = tuple(replace(a, failure=hide(a.failure), notes=hide(a.notes)) for a in answers)
         times = side.times()
         drafting, notes = judge(answers, before, after, side.arm.settings is not None or bool(side.arm.flags))
         if after is not None and before is not None and (grown := difference(before, after)) is not None:

@@ -76,7 +76,7 @@ class InProcess:
                 yield piece
                 continue
             if event.finish_reason not in ("stop", "length"):
-                raise RequestFailed(_failure(event))
+                raise RequestFailed(event.error or f"the engine ended it with the reason {event.finish_reason!r}")
             usage = {"prompt_tokens": prompt_tokens, "completion_tokens": produced}
             yield piece._replace(
                 finish_reason=event.finish_reason, usage=usage, counts=_counts(live), prompt_tokens=prompt_tokens,
@@ -128,11 +128,6 @@ class _Waiting:
         if not self.ended.is_set():
             self.failure = why
             self.ended.set()
-
-
-def _failure(event: Event) -> str:
-    """Why a request ended that ended neither by a stop nor at its length."""
-    return event.error or f"the engine ended it with the reason {event.finish_reason!r}"
 
 
 def _params(ask: Ask) -> SamplingParams:

@@ -1,22 +1,22 @@
-"""What servers count, from their Prometheus metrics: the text format, and each engine's own names. Knows no HTTP.
+"""A server's counters from its metrics in the Prometheus text format. Knows no HTTP. A counter never falls while a server runs.
 
-Names as the engines document them: vLLM 0.31 to 0.33, SGLang 0.5, TensorRT-LLM 1.x. A counter never falls while a server runs.
+A library would refuse the whole text for one line that is not in the format. Here only that line is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from forerun.bench.engines.dialects import Metrics
 from forerun.bench.records.record import ServerCounters
 
+MOST = 1 << 53  # the largest value of a counter
 _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?$")
-_POSITION = re.compile(r"[0-9]{1,3}")
-MOST = 1 << 53  # no counter is larger
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+_POSITION = re.compile(r"[0-9]{1,3}")
 
 
 class Sample(NamedTuple):
@@ -25,132 +25,61 @@ class Sample(NamedTuple):
     value: float
 
 
-def parse(text: str) -> list[Sample]:
-    """The samples of the Prometheus text format; lines that are none are left out, and values that no counter can have."""
-    samples = []
-    for line in text.split("\n"):  # a label may hold other characters that end a line elsewhere
-        match = _LINE.match(line) if not line.startswith("#") else None
-        if match is None:
-            continue
-        try:
-            value = float(match[3])
-        except ValueError:
-            continue
-        if 0 <= value <= MOST:
-            samples.append(Sample(match[1], dict(_LABEL.findall(match[2] or "")), value))
-    return samples
+def parse(text: str) -> Iterator[Sample]:
+    """The samples of a text. Lines in another form and values that a counter cannot have are left out."""
+    for line in text.split("\n"):  # not splitlines: a label may hold other line separators
+        match = _LINE.match(line)
+        value = None if match is None else _number(match[3])
+        if match is not None and value is not None:
+            yield Sample(match[1], dict(_LABEL.findall(match[2] or "")), value)
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Where an engine's counters are. counters: field of ServerCounters -> name of the metric, summed over its labels.
-    by_position: metric with a label `position`. kv_tokens: (metric, label) of an information metric, or a gauge without one."""
-
-    path: str
-    counters: Mapping[str, str]
-    by_position: str | None = None
-    kv_tokens: tuple[str, str | None] | None = None
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value <= MOST else None
 
 
-def _histogram(field: str, name: str) -> dict[str, str]:
-    return {f"{field}_s": f"{name}_sum", f"{field}_count": f"{name}_count"}
-
-
-READERS = {
-    "vllm": Names(
-        "/metrics",
-        {
-            "drafts": "vllm:spec_decode_num_drafts_total",
-            "draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
-            "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
-            "prompt_tokens": "vllm:prompt_tokens_total",
-            "generation_tokens": "vllm:generation_tokens_total",
-            "cached_tokens": "vllm:prefix_cache_hits_total",
-            "preemptions": "vllm:num_preemptions_total",
-            **_histogram("queue", "vllm:request_queue_time_seconds"),
-            **_histogram("prefill", "vllm:request_prefill_time_seconds"),
-            **_histogram("decode", "vllm:request_decode_time_seconds"),
-        },
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-        ("vllm:cache_config_info", "kv_cache_size_tokens"),
-    ),
-    "sglang": Names(
-        "/metrics",
-        {
-            "prompt_tokens": "sglang:prompt_tokens_total",
-            "generation_tokens": "sglang:generation_tokens_total",
-            "cached_tokens": "sglang:cached_tokens_total",
-            **_histogram("queue", "sglang:queue_time_seconds"),
-        },
-        kv_tokens=("sglang:max_total_num_tokens", None),
-    ),
-    "tensorrt-llm": Names(
-        "/prometheus/metrics",
-        {
-            "draft_tokens": "trtllm_spec_decode_num_draft_tokens_total",
-            "accepted_tokens": "trtllm_spec_decode_num_accepted_tokens_total",
-            **_histogram("queue", "trtllm_request_queue_time_seconds"),
-        },
-    ),
-    "llamacpp": Names(
-        "/metrics",
-        {
-            "prompt_tokens": "llamacpp:prompt_tokens_total",
-            "generation_tokens": "llamacpp:tokens_predicted_total",
-            "prefill_s": "llamacpp:prompt_seconds_total",
-            "decode_s": "llamacpp:tokens_predicted_seconds_total",
-        },
-    ),
-}
-
-
-def counters_of(names: Names, text: str) -> ServerCounters:
-    """What the server has counted; None for each counter that is not in the text."""
+def counters_of(metrics: Metrics, text: str) -> ServerCounters:
+    """The counters of a server; None for each one that is not in the text."""
     found: dict[str, float] = {}
-    wanted = {metric: field for field, metric in names.counters.items()}
+    wanted = {metric: field for field, metric in metrics.counters.items()}
     positions: dict[int, float] = {}
     for sample in parse(text):
         if sample.name in wanted:
             field = wanted[sample.name]
             found[field] = found.get(field, 0.0) + sample.value
-        elif sample.name == names.by_position and _POSITION.fullmatch(sample.labels.get("position", "")):
+        elif sample.name == metrics.by_position and _POSITION.fullmatch(sample.labels.get("position", "")):
             at = int(sample.labels["position"])
             positions[at] = positions.get(at, 0.0) + sample.value
     accepted_at = tuple(positions.get(i, 0.0) for i in range(max(positions, default=-1) + 1))
     return ServerCounters(accepted_at=accepted_at, **found)
 
 
-def kv_tokens_of(engine: str, text: str) -> int | None:
-    """How many tokens the KV cache holds, where the metrics say so."""
-    place = READERS[engine].kv_tokens if engine in READERS else None
-    if place is None:
-        return None
-    metric, label = place
+def kv_tokens_of(metrics: Metrics | None, text: str) -> int | None:
+    """The capacity of the KV cache in tokens, None if the metrics do not hold it."""
+    metric, label = (metrics and metrics.kv_tokens) or (None, None)
     for sample in parse(text):
-        if sample.name == metric:
-            try:
-                value = sample.value if label is None else float(sample.labels.get(label, ""))
-            except ValueError:
-                continue
-            if 0 <= value <= MOST:
-                return int(value)
+        value = sample.value if label is None else _number(sample.labels.get(label, ""))
+        if sample.name == metric and value is not None:
+            return int(value)
     return None
 
 
 def difference(before: ServerCounters, after: ServerCounters) -> ServerCounters | None:
-    """What was counted in between; None if a counter fell, which means that the server was started anew."""
-    grown: dict[str, float | None] = {}
-    for field in dataclasses.fields(ServerCounters):
-        if field.name == "accepted_at":
-            continue
-        a, b = getattr(before, field.name), getattr(after, field.name)
-        grown[field.name] = None if a is None and b is None else (b or 0.0) - (a or 0.0)
+    """The increase of each counter; None if one fell, which means that another process answered."""
+    old, new = dataclasses.asdict(before), dataclasses.asdict(after)
     width = max(len(before.accepted_at), len(after.accepted_at))
-    at = [_at(after, i) - _at(before, i) for i in range(width)]
-    if any(v is not None and v < -1e-9 for v in grown.values()) or any(v < 0 for v in at):
+    positions = zip(_padded(old.pop("accepted_at"), width), _padded(new.pop("accepted_at"), width), strict=True)
+    accepted_at = tuple(b - a for a, b in positions)
+    known = [name for name in new if old[name] is not None or new[name] is not None]
+    increase = {name: (new[name] or 0.0) - (old[name] or 0.0) for name in known}
+    if min((*increase.values(), *accepted_at), default=0.0) < -1e-9:
         return None
-    return ServerCounters(accepted_at=tuple(at), **grown)
+    return ServerCounters(accepted_at=accepted_at, **increase)
 
 
-def _at(counters: ServerCounters, position: int) -> float:
-    return counters.accepted_at[position] if position < len(counters.accepted_at) else 0.0
+def _padded(values: tuple[float, ...], width: int) -> tuple[float, ...]:
+    return values + (0.0,) * (width - len(values))

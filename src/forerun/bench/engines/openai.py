@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server as an endpoint: streaming chat and completions over HTTP. Knows how to ask and how a connection
-ends; what the events say is read in reply.py. Starts no server, counts nothing, compares nothing.
+"""An OpenAI-compatible server as an endpoint: streamed chat and completions over HTTP. Knows requests and connections; reply.py
+reads the events of an answer.
 
 A request has failed, whatever the HTTP status was, unless its stream had content, a finish reason, the end mark and output
-tokens that can be counted. Whatever goes wrong with a request, RequestFailed is what it raises.
+tokens that can be counted. Every failure is raised as RequestFailed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from forerun.bench.engines.dialects import Dialect
 from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, Timeouts
-from forerun.bench.engines.metrics import READERS, counters_of, kv_tokens_of
+from forerun.bench.engines.metrics import counters_of, kv_tokens_of
 from forerun.bench.engines.reply import Reply, error_of, readable
 from forerun.bench.engines.sse import EventReader
 from forerun.bench.records.record import Facts, ServerCounters
-from forerun.types import SettingError, require
+from forerun.bench.records.redaction import remember
+from forerun.checks import SettingError, require
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LONGEST_EVENT = 16 << 20  # bytes
-LONGEST_ERROR = 64 << 10  # bytes of the body of an error that are read
-ERROR_BODY_S = 5.0  # seconds within which that body has to come
-END_S = 0.05  # seconds within which a stream has to end after its end mark, for the connection to be used again
-SECRET = 8  # characters from which the value of a header counts as secret
+LONGEST_ERROR = 64 << 10  # bytes of an error's body that are read
+ERROR_BODY_S = 5.0  # seconds that are waited for that body
+END_S = 0.05  # seconds between the end mark and the end of the stream, after which the connection is not used again
+SMALL = aiohttp.ClientTimeout(total=10)  # of requests for facts and counters
+SECRET = 8  # characters from which a word in a header counts as secret
 OWN_FIELDS = {
     "model": "it has an option of its own: --served-model",
     "max_tokens": "it has an option of its own: --max-tokens",
@@ -45,38 +48,9 @@ OWN_FIELDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
-    """What an engine understands beyond the OpenAI API. ignore_eos: it can be told to go on past the end-of-text token.
-    extra: fields that every request carries. ids: it takes token ids as a prompt. version: (path, key) of a GET that says its
-    version. salt: the field that keeps prefix caches apart; flush: path of a POST that empties the cache."""
-
-    name: str
-    ignore_eos: bool = True
-    ids: bool = True
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    version: tuple[str, str] | None = None
-    salt: str | None = None
-    flush: str | None = None
-
-
-SMALL = aiohttp.ClientTimeout(total=10)  # of what is asked beside the requests
-
-DIALECTS = {
-    d.name: d
-    for d in (
-        Dialect("vllm", extra={"return_token_ids": True}, version=("/version", "version"), salt="cache_salt"),
-        Dialect("llamacpp", extra={"cache_prompt": False}, version=("/props", "build_info")),
-        Dialect("sglang", version=("/server_info", "version"), flush="/flush_cache"),
-        Dialect("tensorrt-llm", version=("/version", "version")),
-        Dialect("openai", ignore_eos=False, ids=False),
-    )
-}
-
-
-@dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is and how to speak to it. url: with or without /v1. model: the name it serves. headers: sent with every
-    request, the key among them; never written down. body: fields added to every request, over the dialect's."""
+    """Where a server is and what requests to it have. url: with or without /v1. model: its name there. headers: of every
+    request, the key among them; they are secret. body: fields of every request, over the dialect's."""
 
     url: str
     model: str
@@ -87,7 +61,7 @@ class Address:
 
     @property
     def root(self) -> str:
-        """Without a slash at the end and without /v1: where /health and /metrics are."""
+        """The URL without /v1, below which /health and /metrics are."""
         return self.url.rstrip("/").removesuffix("/v1")
 
 
@@ -97,16 +71,17 @@ class HttpEndpoint:
     def __init__(self, address: Address, clock: Callable[[], float] = time.perf_counter) -> None:
         self.address, self._clock = address, clock
         self._session: aiohttp.ClientSession | None = None
-        # when many requests are due at once, what each costs here is time that the last one is late
+        remember(*(w for value in address.headers.values() for w in (value, *value.split()) if len(w) >= SECRET))
+        # made once: when many requests are due at once, the work before each delays the later ones
         self._urls = {path: URL(address.root + path) for path in (CHAT, COMPLETIONS)}
 
     async def __aenter__(self) -> HttpEndpoint:
-        # no limit on connections: with one, a request would wait in the client and the wait would look like the server's
+        # no limit on connections: a request would wait for one here, and the wait would count as the server's
         limits = self.address.timeouts
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            # a compressed stream would be cut into other pieces than the server's
+            # no compression: it would change the boundaries of the chunks
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **self.address.headers},
             timeout=aiohttp.ClientTimeout(total=limits.request_s, connect=limits.connect_s, sock_read=limits.idle_s),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -118,16 +93,13 @@ class HttpEndpoint:
             await self._session.close()
 
     async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
-        """As in endpoint.Endpoint."""
         assert self._session is not None, "use it as a context manager"
         limits = self.address.timeouts
         path, body = self._request(ask)
         reply, reader = Reply(ask), EventReader()
         reached = False
         try:
-            async with self._session.post(
-                self._urls[path], data=json.dumps(body).encode(), allow_redirects=False
-            ) as response:
+            async with self._session.post(self._urls[path], data=json.dumps(body).encode(), allow_redirects=False) as response:
                 reached = True
                 if response.status != 200:
                     raise RequestFailed(await self._refusal(response))
@@ -144,8 +116,8 @@ class HttpEndpoint:
                     if reader.pending > LONGEST_EVENT:
                         raise RequestFailed(f"an event of more than {LONGEST_EVENT >> 20} MiB")
             yield reply.conclude(reader, self._clock())
-        except RequestFailed as error:
-            raise RequestFailed(self._without_secrets(str(error))) from None
+        except RequestFailed:
+            raise
         except aiohttp.ConnectionTimeoutError:
             raise RequestFailed(f"no connection within {limits.connect_s:g} s", unanswered=True) from None
         except aiohttp.SocketTimeoutError:
@@ -155,14 +127,14 @@ class HttpEndpoint:
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
             raise RequestFailed(f"no connection: {readable(str(error), 200)}", unanswered=True) from None
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-            said = f"connection dropped: {type(error).__name__}: {readable(str(error), 200)}"
-            raise RequestFailed(self._without_secrets(said), unanswered=not reached) from None
-        except Exception as error:  # whatever else this answer made fail: the other requests of the run go on
-            said = f"the answer could not be read: {type(error).__name__}: {readable(str(error), 200)}"
-            raise RequestFailed(self._without_secrets(said)) from error
+            said = f"{type(error).__name__}: {readable(str(error), 200)}"
+            raise RequestFailed(f"connection dropped: {said}", unanswered=not reached) from None
+        except Exception as error:  # an error in reading this answer must not end the other requests
+            said = f"{type(error).__name__}: {readable(str(error), 200)}"
+            raise RequestFailed(f"the answer could not be read: {said}") from error
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> str:
-        """Why, of an answer whose status is not 200: the status and as much of its body as comes soon."""
+        """Why the status is not 200: the status and the part of the body that comes within ERROR_BODY_S."""
         said = f"HTTP {response.status}"
         if response.status in range(300, 400):
             return f"{said}: the server redirects to {readable(response.headers.get('Location', '?'), 200)}; give that address"
@@ -176,14 +148,6 @@ class HttpEndpoint:
         words = error_of(body[:LONGEST_ERROR])
         wait = response.headers.get("Retry-After")
         return f"{said}: {words or response.reason}" + (f" (Retry-After: {readable(wait, 40)})" if wait else "")
-
-    def _without_secrets(self, text: str) -> str:
-        """Servers repeat a key that they refuse."""
-        for value in self.address.headers.values():
-            for secret in (value, *value.split()):
-                if len(secret) >= SECRET:
-                    text = text.replace(secret, "***")
-        return text
 
     def _request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
         dialect = self.address.dialect
@@ -214,33 +178,32 @@ class HttpEndpoint:
         return path, {**body, **dialect.extra, **self.address.body}
 
     async def facts(self) -> Facts:
-        """Engine, version and KV tokens, as far as the server tells them over HTTP."""
+        """Engine, version and capacity of the KV cache, as far as the server tells them over HTTP."""
         dialect, version, kv = self.address.dialect, None, None
         if dialect.version is not None:
             path, key = dialect.version
-            said = await self.get_json(path)
+            said = await self._get_json(path)
             version = readable(str(said[key]), 80) if isinstance(said, dict) and said.get(key) else None
-        text = await self.get_text("/metrics")
-        if text is not None:
-            kv = kv_tokens_of(dialect.name, text)
+        if (text := await self._get_text("/metrics")) is not None:
+            kv = kv_tokens_of(dialect.metrics, text)
         return Facts(dialect.name, version, self.address.root, kv_tokens=kv)
 
     async def counters(self) -> ServerCounters | None:
-        """From the engine's Prometheus metrics; None for a dialect without any, or if they cannot be had."""
-        reader = READERS.get(self.address.dialect.name)
-        text = None if reader is None else await self.get_text(reader.path)
-        return None if reader is None or text is None else counters_of(reader, text)
+        """From the server's metrics; None if it has none or does not answer."""
+        metrics = self.address.dialect.metrics
+        text = None if metrics is None else await self._get_text(metrics.path)
+        return None if metrics is None or text is None else counters_of(metrics, text)
 
     async def flush(self) -> None:
-        """Empty the prefix cache, where the engine has a request for that."""
+        """Empty the prefix cache, if the dialect has a request for that."""
         assert self._session is not None, "use it as a context manager"
         if self.address.dialect.flush is not None:
             with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
                 async with self._session.post(self.address.root + self.address.dialect.flush, timeout=SMALL) as response:
                     await response.read()
 
-    async def get_text(self, path: str) -> str | None:
-        """What a GET answers; None if it does not answer with status 200, or with something that is no text."""
+    async def _get_text(self, path: str) -> str | None:
+        """The body of a GET; None if there is no answer with status 200."""
         assert self._session is not None, "use it as a context manager"
         try:
             async with self._session.get(self.address.root + path, timeout=SMALL) as response:
@@ -248,9 +211,9 @@ class HttpEndpoint:
         except (aiohttp.ClientError, OSError, ValueError):
             return None
 
-    async def get_json(self, path: str) -> Any:
-        """The same, as JSON; None if it is none."""
-        text = await self.get_text(path)
+    async def _get_json(self, path: str) -> Any:
+        """The same as JSON; None if it is not JSON."""
+        text = await self._get_text(path)
         try:
             return None if text is None else json.loads(text)
         except (ValueError, RecursionError):
@@ -258,8 +221,7 @@ class HttpEndpoint:
 
 
 async def _finish(response: aiohttp.ClientResponse) -> None:
-    """Read what is behind the end mark, which is nothing or a few bytes, so that the connection can be used again. The answer
-    is complete whatever happens here."""
+    """Read the few bytes behind the end mark, so that the connection can be used again. The answer is complete already."""
     with contextlib.suppress(Exception):
         async with asyncio.timeout(END_S):
             async for _ in response.content.iter_any():
@@ -267,8 +229,8 @@ async def _finish(response: aiohttp.ClientResponse) -> None:
 
 
 def check_body(body: Mapping[str, Any], samples: int = 0) -> None:
-    """Raises SettingError if these fields, added to each request, would change what is measured. samples: draws from each arm
-    for the test that all draw alike, which needs its own temperature and seeds."""
+    """Raises SettingError for fields that must not be added to requests, since they would change what is measured. samples: the
+    number of draws from each arm that test its distribution, which need their own temperature and seeds."""
     try:
         json.dumps(body, allow_nan=False)
     except ValueError:

@@ -1,5 +1,5 @@
-"""Servers as processes: started, watched until they are ready, measured, and ended with everything they started. Knows
-processes and logs; launching.py makes the command lines.
+"""Servers as processes: starting them, waiting until they are ready, and ending them with all their children. Knows processes
+and logs; launching.py makes the command lines.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,25 +19,25 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from forerun.bench.engines.launching import ServedArm, Template, command_of, file_of, places, read_log
+from forerun.bench.engines.arms import Arm
+from forerun.bench.engines.launching import Template, command_of, file_of, places, read_log
 from forerun.bench.engines.logs import ended, reason
 from forerun.bench.records.record import Facts
 from forerun.bench.records.redaction import hide
-from forerun.types import SettingError
+from forerun.checks import SettingError
 
-TAIL = 12  # lines of the log that are shown when a server does not come up
-SHARE = 0.9  # of the memory that is free, for all servers that are up at once
+TAIL = 12  # lines of the log in the message about a server that does not become ready
+SHARE = 0.9  # of the free memory, for all servers that are up at once
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What every arm of a run is launched with. program: in place of the template's own. context: tokens of a sequence. slots:
-    requests at once. logs: a folder to leave the logs in; None: they are deleted. memory_share: of the device's memory, for one
-    server."""
+    """The launch settings that all arms of a run share. program: replaces the template's. context: the most tokens of a
+    sequence. slots: the most requests at once. extra: words at the end of the command. logs: the folder in which logs are kept,
+    None: they are deleted. memory_share: of the device's memory, for one server."""
 
     template: Template
     model: str
@@ -49,16 +50,16 @@ class Launch:
 
 
 class Server:
-    """One arm's process. start() and stop() may be called again and again; the facts are those of the first start."""
+    """The server process of one arm. It can be started and stopped many times. facts: of the first start."""
 
-    def __init__(self, launch: Launch, arm: ServedArm) -> None:
+    def __init__(self, launch: Launch, arm: Arm) -> None:
         self.launch, self.arm = launch, arm
         self.port = 0
         self.grace_s = 15.0
         self.facts: Facts | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="forerun-")
-        self._log = (launch.logs or Path(self._folder.name)) / f"{_file_name(arm.name)}.log"
+        self._log = (launch.logs or Path(self._folder.name)) / (re.sub(r"[^\w-]", "_", arm.name) + ".log")
         atexit.register(self.stop)
 
     @property
@@ -70,20 +71,18 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def command(self) -> list[str]:
-        """The command line as it will be run. Raises SettingError if it cannot be made."""
+        """The command line, with the port of the last start. Writes the configuration file. Raises SettingError."""
         template, launch = self.launch.template, self.launch
         file = Path(self._folder.name) / "config.yaml"
-        values = places(
-            self.arm, launch.model, self.port, launch.context, launch.slots, str(file), launch.memory_share
-        )
+        values = places(self.arm, launch.model, self.port, launch.context, launch.slots, str(file), launch.memory_share)
         content = file_of(template, self.arm, values)
         if content is not None:
             file.write_text(json.dumps(content, indent=1), encoding="utf-8")
         return [*command_of(template, self.arm, values, launch.program), *launch.extra]
 
     async def start(self) -> None:
-        """Until it answers. Cancelled, it ends the process. Raises SettingError, with the reason that its log gives, if the
-        server ends or takes too long."""
+        """Start it and wait until it answers. The process is ended if this is cancelled. Raises SettingError, with the reason
+        found in the log, if the process ends or is not ready in time."""
         if self.running:
             return
         begin = time.perf_counter()
@@ -121,7 +120,7 @@ class Server:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **template.environment},
-                    start_new_session=True,  # so that what it starts can be found and ended with it
+                    start_new_session=True,  # so that its children can be found and ended with it
                 )
             except OSError as error:
                 raise SettingError(
@@ -141,7 +140,7 @@ class Server:
         return _answers(self.url + template.ready)
 
     def stop(self) -> None:
-        """End it and everything it started: asked to, and after grace_s seconds made to."""
+        """End the process and all its children: by SIGTERM, and after grace_s seconds by SIGKILL."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -155,7 +154,7 @@ class Server:
         self._clean_log()
 
     def _clean_log(self) -> None:
-        """A log that is left to the user holds no secret that the command line gave away."""
+        """Hide secrets in a log that is kept."""
         if self.launch.logs is not None:
             with contextlib.suppress(OSError):
                 said = self.log()
@@ -163,11 +162,11 @@ class Server:
                     self._log.write_text(hidden, encoding="utf-8")
 
     def log(self) -> str:
-        """All it has said so far."""
+        """The log so far."""
         return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
     def _why(self) -> str:
-        """The reason that the log gives, its end, and where the whole of it is, which outlives this program."""
+        """The reason found in the log, the log's end, and the path of a copy that stays when this program has ended."""
         said = self.log()
         if not said.strip():
             return ". It logged nothing."
@@ -206,12 +205,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
-
-
 def _from_home(word: str) -> str:
-    """A path below the user's folder without naming the user, one of this package as forerun/..."""
+    """A path with ~ for the user's home folder; a path in this package as forerun/..."""
     home, source = str(Path.home()) + os.sep, str(Path(__file__).parents[3]) + os.sep
     if word.startswith(source):
         return word.removeprefix(source)
@@ -219,7 +214,7 @@ def _from_home(word: str) -> str:
 
 
 def session_of(leader: int) -> list[int]:
-    """The processes of the session that this process leads, itself included; none where /proc does not tell."""
+    """The ids of the running processes in the session of this leader. Empty on systems without /proc."""
     found = []
     if sys.platform == "linux":
         for entry in Path("/proc").iterdir():
@@ -232,8 +227,7 @@ def session_of(leader: int) -> list[int]:
 
 
 def memory_of_session(leader: int) -> int | None:
-    """Bytes of memory that its processes hold, memory they share counted once in all (proportional set size); None where it
-    cannot be read."""
+    """The proportional set size of the session's processes in bytes, which counts shared memory once. None if unknown."""
     total = 0
     for pid in session_of(leader):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -243,7 +237,7 @@ def memory_of_session(leader: int) -> int | None:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be used without swapping; None where it cannot be read."""
+    """Bytes that can be used without swapping; None if unknown."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
@@ -251,8 +245,8 @@ def available_memory() -> int | None:
 
 
 def memory_share(servers: int) -> float:
-    """The share of a device's memory that each of so many servers may take, so that all of them fit beside what is in use
-    already. The device is the GPU that has least free, or the machine's own memory where there is no GPU."""
+    """The share of a device's memory for each of this many servers, so that all fit into what is free. The device is the GPU
+    with the least free memory, or the machine itself if it has no GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -264,12 +258,7 @@ def memory_share(servers: int) -> float:
 
 
 def total_memory() -> int | None:
-    """Bytes of the machine's memory; None where it cannot be read."""
+    """Bytes of the machine's memory; None if unknown."""
     with contextlib.suppress(ValueError, OSError, AttributeError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
-
-
-def describe(arms: Mapping[str, Server]) -> dict[str, str]:
-    """The command line of each, for a look before anything is started."""
-    return {name: " ".join(server.command()) for name, server in arms.items()}

@@ -1,6 +1,4 @@
-"""The sides of a comparison: each is an arm with something behind it that answers, be it a server that is started for it, one
-that runs already, or an engine in this process. Knows how to bring them up and down; sends no prompt.
-"""
+"""The sides of a comparison: each brings up and down what answers the requests of one arm. Sends no prompt."""
 
 from __future__ import annotations
 
@@ -9,213 +7,163 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from forerun.bench.engines.endpoint import Endpoint
+from forerun.bench.engines.arms import Arm
+from forerun.bench.engines.dialects import DIALECTS
+from forerun.bench.engines.endpoint import Endpoint, Timeouts
 from forerun.bench.engines.inprocess import InProcess
-from forerun.bench.engines.launching import ServedArm
-from forerun.bench.engines.openai import DIALECTS, Address, HttpEndpoint, Timeouts
+from forerun.bench.engines.launching import key_of
+from forerun.bench.engines.openai import Address, HttpEndpoint
 from forerun.bench.engines.servers import Server
 from forerun.bench.records.record import TIMES_UNKNOWN, Facts, Times
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
 
+DYING_S = 0.5  # a process may outlive its connections by this time
 
-DYING_S = 0.5
+E = TypeVar("E", bound=Endpoint)
 
 
-class Side(Protocol):
-    """arm: its name and settings."""
+class Side(Generic[E]):
+    """arm: what it is asked to be. settings: those in force, as far as they are known. facts: what the engine says of itself,
+    None until it was up once. A subclass provides `_start`, and `down` where something has to be ended."""
 
-    arm: ServedArm
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Between up and down only."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Those in force, as far as they are known here."""
+    def __init__(self, arm: Arm, settings: Mapping[str, Any] | None = None) -> None:
+        self.arm, self.settings = arm, dict(settings or {})
+        self.facts: Facts | None = None
+        self._endpoint: E | None = None
 
     @property
-    def facts(self) -> Facts | None:
-        """What is known of the engine; None if it never came up."""
+    def endpoint(self) -> E:
+        """What answers, while it is up."""
+        assert self._endpoint is not None, "it is not up"
+        return self._endpoint
 
     @property
     def is_up(self) -> bool:
-        """Whether `up` would have nothing to do."""
-
-    async def survived(self) -> bool:
-        """After a request that failed: whether what is behind it still works, as far as that is known here. One that does not
-        is started again."""
+        return self._endpoint is not None
 
     async def up(self) -> None:
-        """Ready to answer; nothing to do if it is. Raises SettingError if it cannot be."""
+        """Make it ready to answer. Raises SettingError if that fails."""
+        if self._endpoint is None:
+            self._endpoint = await self._start()
+
+    async def _start(self) -> E:
+        raise NotImplementedError
 
     async def down(self) -> None:
-        """Its memory is free again; nothing to do if it is."""
-
-    async def renew(self) -> None:
-        """Before a task: a drafter in this process that remembers answers is made anew. It may be down then."""
-
-    async def fresh(self) -> None:
-        """Before a batch: nothing of an earlier one is in the prefix cache, where that can be had."""
-
-    def times(self) -> Times:
-        """Where the engine's time went since `fresh`."""
-
-
-class Remote:
-    """A server, by its address once it is there."""
-
-    def __init__(self, arm: ServedArm, settings: Mapping[str, Any]) -> None:
-        self.arm, self.settings = arm, dict(settings)
-        self._http: HttpEndpoint | None = None
-        self._facts: Facts | None = None
-
-    @property
-    def endpoint(self) -> HttpEndpoint:
-        assert self._http is not None, "it is not up"
-        return self._http
-
-    @property
-    def facts(self) -> Facts | None:
-        """As in Side."""
-        return self._facts
-
-    @property
-    def is_up(self) -> bool:
-        """As in Side."""
-        return self._http is not None
+        """Release its memory."""
+        self._endpoint = None
 
     async def survived(self) -> bool:
-        """As in Side: a server that somebody else started is theirs to watch."""
+        """After a failed request: whether the engine still works, as far as that is known. If not, it is started again."""
         return True
 
-    async def _connect(self, address: Address) -> None:
-        self._http = await HttpEndpoint(address).__aenter__()
-        if self._facts is None:
-            self._facts = await self._http.facts()
-
-    async def down(self) -> None:
-        """Hang up."""
-        if self._http is not None:
-            await self._http.__aexit__()
-            self._http = None
-
     async def renew(self) -> None:
-        """A server keeps what its drafter remembers: to start it again takes too long."""
+        """Called before each task: a drafter must not remember the answers of another task."""
 
     async def fresh(self) -> None:
-        """As in Side; salts of the requests do the same where there is no request for it."""
-        await self.endpoint.flush()
+        """Called before each batch: empty the prefix cache, where that can be done."""
 
     def times(self) -> Times:
-        """A server does not say."""
+        """The engine's time by part since `fresh`."""
         return TIMES_UNKNOWN
 
 
-class Running(Remote):
-    """A server that somebody else started."""
+class Remote(Side[HttpEndpoint]):
+    """A server. Its drafter remembers earlier tasks, since starting it again takes too long. Where `fresh` has no request for
+    the prefix cache, the salts of the requests keep batches apart."""
 
-    def __init__(self, arm: ServedArm, address: Address) -> None:
+    async def _connected(self, address: Address) -> HttpEndpoint:
+        endpoint = await HttpEndpoint(address).__aenter__()
+        self.facts = self.facts or await endpoint.facts()
+        return endpoint
+
+    async def down(self) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.__aexit__()
+        await super().down()
+
+    async def fresh(self) -> None:
+        await self.endpoint.flush()
+
+
+class Running(Remote):
+    """A server that runs already, and that this program neither starts nor ends."""
+
+    def __init__(self, arm: Arm, address: Address) -> None:
         super().__init__(arm, {"url": address.root, "model": address.model})
         self._address = address
 
-    async def up(self) -> None:
-        """As in Side."""
-        if self._http is None:
-            await self._connect(self._address)
+    async def _start(self) -> HttpEndpoint:
+        return await self._connected(self._address)
 
 
 class Launched(Remote):
-    """A server that is started for this arm and ended with the run."""
+    """A server that is started for this arm, and ended with the run."""
 
     def __init__(self, server: Server, body: Mapping[str, Any], timeouts: Timeouts) -> None:
         launch = server.launch
         super().__init__(server.arm, {"max_model_len": launch.context, "max_num_seqs": launch.slots})
         self._server, self._body, self._timeouts = server, body, timeouts
 
-    async def up(self) -> None:
-        """As in Side."""
-        if self._http is not None:
-            return
-        await self._server.start()
-        launch = self._server.launch
-        served = launch.template.served.replace("{model}", launch.model)
-        dialect = DIALECTS[launch.template.engine]
-        await self._connect(Address(self._server.url, served, dialect, {}, self._body, self._timeouts))
+    async def _start(self) -> HttpEndpoint:
+        server, template = self._server, self._server.launch.template
+        await server.start()
+        key = key_of(server.command())
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        served, dialect = template.served.replace("{model}", server.launch.model), DIALECTS[template.engine]
+        endpoint = await self._connected(Address(server.url, served, dialect, headers, self._body, self._timeouts))
+        if (own := server.facts) is not None and (said := self.facts) is not None:
+            # the log comes first, and what the server says of itself fills the gaps
+            self.facts = dataclasses.replace(
+                own, version=own.version or said.version, kv_tokens=own.kv_tokens or said.kv_tokens
+            )
+        return endpoint
 
     async def down(self) -> None:
-        """As in Side."""
         await super().down()
         self._server.stop()
 
     async def survived(self) -> bool:
-        """Whether its process did. It may live a moment longer than its connections."""
         until = time.monotonic() + DYING_S
         while self._server.running and time.monotonic() < until:
             await asyncio.sleep(0.05)
         return self._server.running
 
-    @property
-    def facts(self) -> Facts | None:
-        """What the log and the launch say, and what the server says of itself where those are silent."""
-        own, said = self._server.facts, self._facts
-        if own is None or said is None:
-            return own
-        return dataclasses.replace(own, version=own.version or said.version, kv_tokens=own.kv_tokens or said.kv_tokens)
 
+class Embedded(Side[InProcess]):
+    """An engine in this process. build: makes it, with weights that are loaded already."""
 
-class Embedded:
-    """An engine in this process. build makes it over weights that are loaded already."""
+    def __init__(self, arm: Arm, build: Callable[[], LLM]) -> None:
+        super().__init__(arm)
+        self._build = build
 
-    def __init__(self, arm: ServedArm, build: Callable[[], LLM]) -> None:
-        self.arm, self._build = arm, build
-        self.facts: Facts | None = None
-        self.settings: dict[str, Any] = {}
-        self._inside: InProcess | None = None
-
-    @property
-    def endpoint(self) -> InProcess:
-        assert self._inside is not None, "it is not up"
-        return self._inside
-
-    @property
-    def is_up(self) -> bool:
-        """As in Side."""
-        return self._inside is not None
-
-    async def survived(self) -> bool:
-        """Not an exception that its owner raised."""
-        return self._inside is None or self._inside.broken is None
-
-    async def up(self) -> None:
-        """As in Side."""
-        if self._inside is None:
-            begin = time.perf_counter()
-            self._inside = InProcess(self._build())
-            seconds = time.perf_counter() - begin
-            self.settings = self._inside.llm.settings()
-            self.facts = self.facts or dataclasses.replace(await self._inside.facts(), startup_s=seconds)
+    async def _start(self) -> InProcess:
+        begin = time.perf_counter()
+        endpoint = InProcess(self._build())
+        seconds = time.perf_counter() - begin
+        self.settings = endpoint.llm.settings()
+        self.facts = self.facts or dataclasses.replace(await endpoint.facts(), startup_s=seconds)
+        return endpoint
 
     async def down(self) -> None:
-        """As in Side."""
-        self._inside = None
-        gc.collect()  # an engine is a ring of references, and the next one wants its memory
+        await super().down()
+        gc.collect()  # an engine holds reference cycles, and the next engine needs its memory
+
+    async def survived(self) -> bool:
+        return self._endpoint is None or self._endpoint.broken is None
 
     async def renew(self) -> None:
-        """An engine without a drafter remembers nothing."""
-        if self.arm.settings is not None and self._inside is not None:
+        if self.arm.settings is not None and self._endpoint is not None:
             await self.down()
 
     async def fresh(self) -> None:
-        """As in Side."""
         self.endpoint.llm.clear_prefix_cache()
         self.endpoint.llm.reset_stats()
 
     def times(self) -> Times:
-        """As the engine counted them."""
         s = self.endpoint.llm.stats
         return Times(s.steps, s.draft_s, s.forward_s, s.verify_s, s.other_s, s.cached_tokens)

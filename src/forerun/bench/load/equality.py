@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from forerun.bench.engines.arms import BASELINE
 from forerun.bench.engines.endpoint import Ask, TokenLogprob
-from forerun.bench.engines.subject import Subject, ask_of, name_of
+from forerun.bench.engines.subject import Subject, ask_of, names
 from forerun.bench.load import sending as loads
 from forerun.bench.load.plan import Plan
 from forerun.bench.records.record import Answer, Batch, Difference, FirstTokens, Load
@@ -93,7 +93,7 @@ async def draws(plan: Plan, subject: Subject, clock: Callable[[], float]) -> Asy
             together = max(load.concurrency for load in plan.loads)
             answers, _ = await loads.drive(side.endpoint, asks, Load(concurrency=together, requests=plan.samples), None, clock)
             tokens = [" ".join(map(str, a.token_ids[:2])) or a.text for a in answers if not a.failed]
-            yield FirstTokens(name_of(plan, subject, index), prompt.name, 1.0, tuple(tokens))
+            yield FirstTokens(names(plan, subject)[index], prompt.name, 1.0, tuple(tokens))
 
 
 def margin_at(one: TokenLogprob) -> float | None:

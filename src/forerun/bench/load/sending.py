@@ -18,6 +18,7 @@ from forerun.bench.engines.endpoint import Ask, Endpoint, Piece, RequestFailed
 from forerun.bench.engines.reply import readable, whole
 from forerun.bench.load.patience import Patience
 from forerun.bench.records.record import FINISHED, NOT_COUNTED, Answer, Chunk, Load
+from forerun.bench.records.redaction import hide
 from forerun.types import require
 
 FINISHES = {
@@ -176,6 +177,7 @@ def answer_of(ask: Ask, what: Exchange, begin: float) -> Answer:
         failure = f"it ended with the finish reason {readable(reason, 40)!r}"
     if failure is None and (not chunks or not tokens):
         failure = "an answer with nothing in it"
+    failure, notes = hide(failure), hide(notes)  # servers repeat a key that they refuse
     kept = None if usage is None else dict(usage)
     if failure is not None:
         first = chunks[0].at_s if chunks else end - due
