@@ -44,7 +44,8 @@ class Script:
 @dataclass
 class MockServer:
     """Use `async with`. script: what a request's body gets. pages: raw responses to GETs, by path; an empty one closes the
-    connection. seen: the bodies. key: what a client has to give. sent: for each request the clock's time of each chunk that was sent."""
+    connection. key: what a client has to
+    give. seen: the bodies. sent: for each request the clock's time of each chunk that was sent."""
 
     script: Callable[[dict[str, Any]], Script] = lambda body: Script()
     engine: str = "vllm"
