@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.bench.pages import changes, charts, html, svg, words
+from forerun.bench.pages import changes, charts, html, words
 from forerun.bench.pages.view import Axis, Chart, Mark, Plot, Row
 from forerun.bench.records import summary
 from forerun.bench.records.record import Record
@@ -18,6 +18,7 @@ from forerun.bench.records.statistics import Ratio
 from tests import browser
 from tests.records import SWEEP, Way, as_page, fake, figures, rich, server, waiting
 
+SVG = html.templates().get_template("svg.html.j2").module
 PLAIN = {"baseline": Way(10.0), "ngram": Way(12.5, 4, (4, 1, 0, 0))}
 WINDOWS = {"desktop": (1280, 900, False), "phone": (390, 844, True), "small phone": (320, 568, True)}
 
@@ -145,25 +146,29 @@ def test_options_in_a_sentence_stay_on_one_line() -> None:
     ],
 )
 def test_ticks_are_round_and_few(axis: Axis, expected: list[float]) -> None:
-    assert svg.ticks(axis) == pytest.approx(expected)
+    assert axis.ticks() == pytest.approx(expected)
 
 
 def test_axes() -> None:
     log = Axis(0.5, 2.0, log=True)
-    assert svg.at(log, 1.0) == pytest.approx(0.5) and svg.at(log, 4.0) == 1.0 and svg.at(log, 0.1) == 0.0
+    assert log.at(1.0) == pytest.approx(0.5) and log.at(4.0) == 1.0 and log.at(0.1) == 0.0
     assert charts.around([3.0, 12.0]).low == 0.0 and charts.around([0.0]).high == 1.0
-    assert svg.ticks(Axis(1.0, 1.0)) == [1.0] and svg.at(Axis(1.0, 1.0), 1.0) == 0.5
+    assert Axis(1.0, 1.0).ticks() == [1.0] and Axis(1.0, 1.0).at(1.0) == 0.5
 
 
 def drawn(axis: Axis, *marks: Mark) -> str:
-    return str(svg.row(Row("arm", "", "said", marks), axis))
+    return str(SVG.row(Row("arm", "", "said", marks), axis))
+
+
+def verdict(ratio: Ratio) -> Row:
+    return charts.verdict_row("arm", ratio, "no difference", "said", "", "")
 
 
 def test_an_interval_stands_where_its_figures_are() -> None:
     axis = Axis(0.5, 2.0, log=True)
-    inside = drawn(axis, *charts.ratio_marks(Ratio(5, 1.0, 2**-0.5, 2**0.5), "no difference"))
+    inside = str(SVG.row(verdict(Ratio(5, 1.0, 2**-0.5, 2**0.5)), axis))
     assert 'x1="25.00%" y1="13.0" x2="75.00%"' in inside and 'cx="50.00%"' in inside and "<title>said</title>" in inside
-    beyond = drawn(axis, *charts.ratio_marks(Ratio(5, 1.0, 0.1, 1.1), "no difference"))
+    beyond = str(SVG.row(verdict(Ratio(5, 1.0, 0.1, 1.1)), axis))
     assert "M5 -4L0 0L5 4" in beyond and "M-5 -4" not in beyond, "an arrow where it goes on, and only there"
 
 
@@ -171,14 +176,14 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert 'x="0.00%" y="7.0" width="25.00%"' in drawn(Axis(0, 100), Mark("bar", "c1", 0.0, 25.0))
     stack = drawn(Axis(0, 100), Mark("bar", "p0", 0.0, 10.0), Mark("bar", "p1", 10.0, 40.0))
     assert re.findall(r'x="([\d.]+)%" y="7.0" width="([\d.]+)%"', stack) == [("0.00", "10.00"), ("10.00", "30.00")]
-    bars = str(svg.row(Row("arm", "", "said", histogram=[0.5, 0.25, 0.25]), None))
+    bars = str(SVG.row(Row("arm", "", "said", histogram=[0.5, 0.25, 0.25]), None))
     lengths = [float(x) for x in re.findall(r'<rect[^>]* height="([\d.]+)"', bars)]
     assert lengths[0] == pytest.approx(2 * lengths[1]) and lengths[1] == lengths[2]
 
 
 def test_requests_times_are_drawn_from_least_to_largest_with_the_middle_half() -> None:
     made = fake(PLAIN, repetitions=20, noise=0.1)
-    waits = next(section for section in charts.sections(made, summary.cells(made), ()) if section.id == "waiting")
+    waits = next(section for section in charts.sections(made, summary.cells(made)) if section.id == "waiting")
     row, ttft = waits.charts[0].drawings[0].rows[0], summary.cells(made)[0].ttft
     assert ttft is not None and ttft.p95 is not None
     assert [(m.kind, m.low, m.high) for m in row.marks] == [
@@ -190,15 +195,15 @@ def test_requests_times_are_drawn_from_least_to_largest_with_the_middle_half() -
 
 
 def test_arms_differ_by_symbol_and_not_by_colour_alone() -> None:
-    shapes = [svg.symbol(i, 0.5, 10).split(' d="')[1] for i in range(len(svg.SYMBOLS))]
-    assert len(set(shapes)) == len(svg.SYMBOLS) >= 6
+    shapes = [str(SVG.symbol(i, 0.5, 10)).split(' d="')[1] for i in range(len(SVG.symbols))]
+    assert len(set(shapes)) == len(SVG.symbols) >= 6
 
 
 def plot(made: Record, section: str) -> tuple[Chart, str]:
     """The only chart of a section, and its plot as it is drawn."""
-    (chart,) = next(one.charts for one in charts.sections(made, summary.cells(made), ()) if one.id == section)
+    (chart,) = next(one.charts for one in charts.sections(made, summary.cells(made)) if one.id == section)
     assert isinstance(chart.drawings[0], Plot)
-    return chart, svg.plot(chart.drawings[0])
+    return chart, str(SVG.plot(chart.drawings[0]))
 
 
 def test_no_line_leads_from_requests_at_once_to_requests_by_the_clock() -> None:

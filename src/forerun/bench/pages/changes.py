@@ -86,25 +86,17 @@ def _place(c: Change, record: Record) -> str:
 def _part(name: str, here: Sequence[Change], axis: Axis) -> Part:
     gains = [c for c in here if c.speedup_verdict is not None]
     verdicts = [
-        Rows("Speed-up", [_row(c, c.speedup, c.speedup_verdict, f"{_speedups(c)}×", axis, gain=True) for c in gains], axis),
-        Rows("Tokens a second", [_row(c, c.speed, c.speed_verdict, f"{_speeds(c)} tokens/s", axis) for c in here], axis),
+        Rows("Speed-up", [_row(c, c.speedup, c.speedup_verdict, f"{_speedups(c)}×", gain=True) for c in gains], axis),
+        Rows("Tokens a second", [_row(c, c.speed, c.speed_verdict, f"{_speeds(c)} tokens/s") for c in here], axis),
     ]
     tables = [table(f"{name}: tokens/s", SPEEDS, here), table(f"{name}: speed-up", SPEEDUPS, gains)]
     return Part(name, "", [one for one in verdicts if one.rows], [], [one for one in tables if one.rows])
 
 
-def _row(c: Change, ratio: Ratio | None, call: Call | None, figures: str, axis: Axis, gain: bool = False) -> Row:
-    word = str(call)
-    return Row(
-        c.after.arm,
-        f"{ratio.mean:.2f}×" if ratio else NONE,
-        f"{c.after.arm}: from {figures}, change {interval(ratio)}; {call}",
-        charts.ratio_marks(ratio, call),
-        under=figures,
-        call=call,
-        word={"faster": "more", "slower": "less"}.get(word, word) if gain else word,
-        spread=between(ratio),
-    )
+def _row(c: Change, ratio: Ratio | None, call: Call | None, figures: str, gain: bool = False) -> Row:
+    word = {"faster": "more", "slower": "less"}.get(str(call)) if gain else None
+    said = f"{c.after.arm}: from {figures}, change {interval(ratio)}; {call}"
+    return charts.verdict_row(c.after.arm, ratio, call, said, word=word, under=figures, spread=between(ratio))
 
 
 def headline(made: Sequence[Change], record: Record) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 from forerun.bench.formats import NONE, digits, number, percent
 from forerun.bench.pages.view import Axis, Chart, Column, Mark, Plot, Row, Rows, Section, Series, Table, row
 from forerun.bench.pages.words import label, named
-from forerun.bench.records.record import Record
+from forerun.bench.records.record import Facts, Record
 from forerun.bench.records.statistics import Call, Ratio, Spread
 from forerun.bench.records.summary import PARTS, Cell
 
+COLOURS = 8  # classes c0 to c7 of the style sheet
 FEW = 20  # drafts that reached a position, below which the share accepted there is not drawn
 
 
@@ -33,16 +34,32 @@ def axis_of(ratios: Sequence[Ratio]) -> Axis:
     return around([0.97, 1.03, *means, *held], "×", log=True)
 
 
-def ratio_marks(ratio: Ratio | None, call: Call | None) -> list[Mark]:
-    """A ratio with its interval in the colour of its verdict, and 1."""
-    if ratio is None:
-        return []
-    style = (call or "").replace(" ", "-")
-    known = [Mark("interval", style, ratio.low, ratio.high)] if ratio.low is not None and ratio.high is not None else []
-    return [Mark("stroke", "one", 1.0), *known, Mark("dot", style, ratio.mean)]
+def verdict_row(
+    name: str,
+    ratio: Ratio | None,
+    call: Call | None,
+    said: str,
+    under: str,
+    spread: str,
+    word: str | None = None,
+    why: str = "",
+) -> Row:
+    """A ratio with its interval in the colour of its verdict, and 1. word: the verdict as it is written."""
+    marks, style = [], (call or "").replace(" ", "-")
+    if ratio is not None:
+        marks = [Mark("stroke", "one", 1.0), Mark("dot", style, ratio.mean)]
+        if ratio.low is not None and ratio.high is not None:
+            marks.insert(1, Mark("interval", style, ratio.low, ratio.high))
+    figure = f"{ratio.mean:.2f}×" if ratio else NONE
+    return Row(name, figure, said, marks, under=under, call=call, word=word or call or "", spread=spread, why=why)
 
 
-def sections(record: Record, every: Sequence[Cell], costs: Sequence[Table]) -> list[Section]:
+def colour(arm: int) -> str:
+    """The class of an arm's colour."""
+    return f"c{arm % COLOURS}"
+
+
+def sections(record: Record, every: Sequence[Cell]) -> list[Section]:
     """Those for which the record has figures. An arm's colour and symbol are those of its place among the arms."""
     s = record.settings
     numbers = {arm.name: i for i, arm in enumerate(s.arms)}
@@ -60,7 +77,7 @@ def sections(record: Record, every: Sequence[Cell], costs: Sequence[Table]) -> l
         Section("drafting", by_task(_drafting, charted), candidates, load=s.loads[0].label if len(s.loads) > 1 else ""),
         Section("steps", by_task(_steps, charted), parts=parts),
         Section("waiting", by_task(_waiting, charted), wide=True),
-        Section("costs", [Chart("", _costs(record, numbers), costs)] if costs else [], wide=True),
+        Section("costs", [Chart("", *costs(record))] if any(a.facts for a in s.arms) else [], wide=True),
     ]
     return [section for section in found if section.charts]
 
@@ -70,10 +87,9 @@ def _sweep(record: Record, here: Sequence[Cell], numbers: dict[str, int]) -> Cha
     loads = record.settings.loads
     series = []
     for arm, i in numbers.items():
-        of = {c.load: (r.mean, r.low, r.high) for c in here if c.arm == arm and (r := c.speedup)}
-        if of:
-            series.append(Series(i, [of.get(load) for load in loads]))
-    values = [v for s in series for point in s.points if point for v in point if v is not None]
+        points = [(loads.index(c.load), r.mean, r.low, r.high) for c in here if c.arm == arm and (r := c.speedup)]
+        series += [Series(i, points)] if points else []
+    values = [v for s in series for point in s.points for v in point[1:] if v is not None]
     if len(loads) < 2 or not values:
         return None
     cuts = [i for i in range(1, len(loads)) if loads[i].kind != loads[i - 1].kind or loads[i].kind == "trace"]
@@ -90,9 +106,9 @@ def _drafting(record: Record, here: Sequence[Cell], numbers: dict[str, int]) -> 
         return None
     series = []
     for c in first:
-        shares = [None if v is None or n < FEW else 100 * v for v, n in zip(c.conditional, c.reached, strict=True)]
-        series.append(Series(numbers[c.arm], [(100 * v, None, None) for v in c.joint]))
-        series.append(Series(numbers[c.arm], [None if v is None else (v, None, None) for v in shares], dashed=True))
+        series.append(Series(numbers[c.arm], [(i, 100 * v, None, None) for i, v in enumerate(c.joint)]))
+        there = [(i, 100 * v, None, None) for i, v in enumerate(c.conditional) if v is not None and c.reached[i] >= FEW]
+        series.append(Series(numbers[c.arm], there, dashed=True))
     places = [str(i + 1) for i in range(max(len(c.joint) for c in first))]
     said = f"Acceptance by draft position on {first[0].task}: " + "; ".join(f"{c.arm} {_shares(c.joint)} %" for c in first)
     plot = Plot("Accepted by position of the draft", series, places, Axis(0, 100, "%"), said)
@@ -153,7 +169,7 @@ def _step(c: Cell, number_of_arm: int) -> Row:
         begin += part
     if c.parts:
         said += ". " + ", ".join(f"{name} {100 * part:.0f} %" for name, part in zip(PARTS, c.parts, strict=True))
-    return Row(c.arm, f"{digits(step)} ms", said, marks or [Mark("bar", f"c{number_of_arm}", 0.0, step)])
+    return Row(c.arm, f"{digits(step)} ms", said, marks or [Mark("bar", colour(number_of_arm), 0.0, step)])
 
 
 def _by_load(rows: Sequence[tuple[Cell, Row]], record: Record) -> list[Row]:
@@ -191,7 +207,7 @@ def _waiting(record: Record, here: Sequence[Cell], numbers: dict[str, int]) -> C
 
 
 def _range(c: Cell, s: Spread, name: str, scale: float, unit: str, number_of_arm: int, record: Record) -> Row:
-    style, median = f"c{number_of_arm}", f"{digits(s.median, scale)}{unit}"
+    style, median = colour(number_of_arm), f"{digits(s.median, scale)}{unit}"
     said = f"{name}, {label(c, record)}: median {median}, longest {digits(s.largest, scale)}{unit}"
     marks = [Mark("line", style, scale * s.least, scale * s.largest), Mark("bar", style, scale * s.lower, scale * s.upper)]
     marks += [Mark("symbol", style, scale * s.p95)] if s.p95 is not None else []
@@ -199,28 +215,29 @@ def _range(c: Cell, s: Spread, name: str, scale: float, unit: str, number_of_arm
     return Row(c.arm, median, said, marks, under=f"{c.failures}/{c.requests} failed" if c.failures else "")
 
 
-COSTS: tuple[tuple[str, str, Callable[[Any], float | None], Callable[[float], str]], ...] = (
-    ("Tokens that the KV cache holds", "", lambda f: f.kv_tokens, lambda v: f"{v:,.0f}"),
-    ("Start-up", " s", lambda f: f.startup_s, lambda v: f"{digits(v)} s"),
-    ("Memory", " GB", lambda f: None if f.memory_bytes is None else f.memory_bytes / 1e9, lambda v: f"{v:.2f} GB"),
+COSTS: tuple[tuple[str, str, Callable[[Facts], float | None], Callable[[float], str]], ...] = (
+    ("KV cache tokens", "", lambda f: f.kv_tokens, lambda v: f"{v:,.0f}"),
+    ("start-up", " s", lambda f: f.startup_s, lambda v: f"{digits(v)} s"),
+    ("memory", " GB", lambda f: None if f.memory_bytes is None else f.memory_bytes / 1e9, lambda v: f"{v:.2f} GB"),
 )
 
 
-def _costs(record: Record, numbers: dict[str, int]) -> list[Rows]:
-    """KV cache, start-up and memory, for the arms whose engine reports them."""
-    found = []
+def costs(record: Record) -> tuple[list[Rows], list[Table]]:
+    """What each arm takes, as its engine reports it, with the change from the reference: drawn, and as a table."""
+    known = [(i, arm.name, arm.facts) for i, arm in enumerate(record.settings.arms) if arm.facts]
+    drawings, rows = [], [[name] for _, name, _ in known]
     for name, unit, of, text in COSTS:
-        known = {a.name: v for a in record.settings.arms if a.facts and (v := of(a.facts)) is not None}
-        base = known.get(record.settings.reference)
-        rows = [
-            Row(
-                arm,
-                text(value),
-                f"{name}, {arm}: {text(value)}",
-                [Mark("bar", f"c{numbers[arm]}", 0.0, value)],
-                spread=f"{100 * (value / base - 1):+.0f} %" if base and arm != record.settings.reference else "",
-            )
-            for arm, value in known.items()
-        ]
-        found += [Rows(name, rows, around(list(known.values()), unit))] if rows else []
-    return found
+        base, drawn = next((of(f) for _, arm, f in known if arm == record.settings.reference), None), []
+        for (i, arm, facts), texts in zip(known, rows, strict=True):
+            value = of(facts)
+            change = f"{100 * (value / base - 1):+.0f} %" if value and base and arm != record.settings.reference else ""
+            texts.append(NONE if value is None else text(value) + (f" ({change})" if change else ""))
+            if value is not None:
+                bar, said = Mark("bar", colour(i), 0.0, value), f"{name}, {arm}: {texts[-1]}"
+                drawn.append(Row(arm, text(value), said, [bar], spread=change))
+        if drawn:
+            drawings.append(Rows(name, drawn, around([one.marks[0].high for one in drawn], unit)))
+    for (_, _, facts), texts in zip(known, rows, strict=True):
+        texts.append(", ".join(map(" ".join, facts.scheduler.items())) or NONE)
+    columns = [Column("arm", left=True), *[Column(cost[0]) for cost in COSTS], Column("scheduler", left=True, wraps=True)]
+    return drawings, [Table("Costs of the arms", columns, rows)] if rows else []

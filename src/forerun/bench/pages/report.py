@@ -8,7 +8,7 @@ from typing import Any
 from forerun.bench.formats import NONE, between, digits, interval, number, percent, spread
 from forerun.bench.pages import charts, words
 from forerun.bench.pages.view import Column, Part, Row, Rows, Table, View, table
-from forerun.bench.records.record import ArmRecord, Difference, Record
+from forerun.bench.records.record import Difference, Record
 from forerun.bench.records.summary import Cell, cells, draws
 
 POSITIONS = 4  # draft positions shown in a table; the record and the page have all
@@ -64,8 +64,6 @@ def view(record: Record) -> View:
     s, every = record.settings, cells(record)
     answer, arms = words.headline(record)
     axis = charts.axis_of([c.speedup for c in every if c.speedup])
-    known = [arm for arm in s.arms if arm.facts]
-    costs = [table("Costs of the arms", _costs(s.arms[0]), known)] if known else []
     return View(
         heading=f"Does speculation pay? {words.model_of(record)}",
         answer=answer,
@@ -74,8 +72,8 @@ def view(record: Record) -> View:
         title="Speed-up over plain decoding",
         about=words.verdicts_about(record),
         parts=[_part(record, task, here, axis) for task in s.tasks if (here := [c for c in every if c.task == task])],
-        tables=costs,
-        sections=charts.sections(record, every, costs),
+        tables=charts.costs(record)[1],
+        sections=charts.sections(record, every),
         identity=_identity(record, every),
         findings=[words.drawn(draw) for draw in draws(record)],
         warnings=words.warnings(record),
@@ -97,40 +95,17 @@ def _part(record: Record, task: str, here: Sequence[Cell], axis: Any) -> Part:
 
 
 def _verdict(c: Cell, record: Record) -> Row:
-    r, name = c.speedup, words.place(c.task, c.load, record)
-    known = f"{between(r)}, {r.pairs} pairs" if r and between(r) else ""
     load = words.load_of(c.load) if len(record.settings.loads) > 1 else ""
+    where = f"{words.place(c.task, c.load, record)}, {words.named(c)}"
     lost = words.failed(c.failures, c.requests, c.reasons) if c.failures else ""
-    return Row(
+    return charts.verdict_row(
         c.arm,
-        f"{r.mean:.2f}×" if r else NONE,
-        f"{name}, {words.named(c)}: " + (f"{r.mean:.2f} times the baseline's speed, {known}; " if r else "") + str(c.verdict),
-        charts.ratio_marks(r, c.verdict),
+        c.speedup,
+        c.verdict,
+        f"{where}: {interval(c.speedup)} times the baseline's speed; {c.verdict}",
         under=", ".join(part for part in (load, lost) if part),
-        call=c.verdict,
-        word=c.verdict or "",
-        spread=known,
+        spread=f"{between(c.speedup)}, {c.speedup.pairs} pairs" if c.speedup and between(c.speedup) else "",
         why=words.reason(c, record),
-    )
-
-
-def _costs(reference: ArmRecord) -> tuple[Column, ...]:
-    base = reference.facts.kv_tokens if reference.facts else None
-
-    def tokens(arm: ArmRecord) -> str:
-        held = arm.facts.kv_tokens if arm.facts else None
-        change = f" ({100 * (held / base - 1):+.0f} %)" if held and base and arm.name != reference.name else ""
-        return (NONE if held is None else f"{held:,}") + change
-
-    def memory(arm: ArmRecord) -> str:
-        return number(arm.facts.memory_bytes / 1e9 if arm.facts and arm.facts.memory_bytes is not None else None, 2)
-
-    return (
-        Column("arm", lambda arm: arm.name, left=True),
-        Column("KV tokens", tokens),
-        Column("start-up s", lambda arm: number(arm.facts.startup_s, 1)),
-        Column("memory GB", memory),
-        Column("scheduler", lambda arm: ", ".join(map(" ".join, arm.facts.scheduler.items())) or NONE, left=True, wraps=True),
     )
 
 

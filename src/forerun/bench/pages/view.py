@@ -4,6 +4,7 @@ terminal.py, markdown.py and html.py show it. Knows no record and no output form
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -51,6 +52,26 @@ class Axis:
     unit: str = ""
     log: bool = False
 
+    def at(self, value: float) -> float:
+        """The place of a value, 0 to 1. Values outside the axis are placed at its ends."""
+        low, high, v = (math.log(x) if self.log else x for x in (self.low, self.high, max(self.low, min(self.high, value))))
+        return 0.5 if high == low else (v - low) / (high - low)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Round values on the axis, at most that many."""
+        if self.log and self.high / self.low > 3:
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            for steps in ((1, 1.5, 2, 3, 4, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
+                found = [s * 10.0**d for d in decades for s in steps if self.low <= s * 10.0**d <= self.high]
+                if len(found) <= most:
+                    return found
+        span = self.high - self.low
+        if span <= 0:
+            return [self.low]
+        size = 10.0 ** math.floor(math.log10(span / most))
+        step = next(s * size for s in (1, 2, 2.5, 5, 10, 20) if span / (s * size) <= most - 1)
+        return [i * step for i in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -94,10 +115,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """points: for each place a value with the ends of its interval (None: unknown), or None. arm: its colour and symbol."""
+    """points: each the number of its place, a value, and the ends of its interval (None: unknown). arm: colour and symbol."""
 
     arm: int
-    points: Sequence[tuple[float, float | None, float | None] | None]
+    points: Sequence[tuple[int, float, float | None, float | None]]
     dashed: bool = False
 
 
