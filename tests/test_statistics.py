@@ -12,7 +12,6 @@ from forerun.bench.records.distribution import Comparison, one_sample, two_sampl
 from forerun.bench.records.statistics import (
     MINIMUM_PAIRS,
     Ratio,
-    median,
     paired_ratio,
     pairs_needed,
     quantile,
@@ -133,8 +132,8 @@ def test_pairs_needed() -> None:
     assert pairs_needed(Ratio(1, 1.0, None, None)) is None
 
 
-def test_median() -> None:
-    assert median([]) is None and median([3.0, 1.0, 2.0]) == 2.0 and median([4.0, 1.0]) == 2.5
+def test_the_quantile_in_the_middle_is_the_median() -> None:
+    assert quantile([], 0.5) is None and quantile([3.0, 1.0, 2.0], 0.5) == 2.0 and quantile([4.0, 1.0], 0.5) == 2.5
 
 
 # figures without pairs

@@ -5,7 +5,6 @@ the order, and command.py makes these of the options. run.py is the one runner f
 load.py and keeps every raw sample in record.py, which keeping.py writes to disk after each batch. redaction.py keeps secrets
 out of all that is written.
 
-statistics.py, distribution.py, latency.py and summary.py turn samples into figures and verdicts; words.py says them, report.py
-puts them into tables, html.py (with svg.py and the folder page) on a page, and thresholds.py holds them against what was asked
-for. compare.py and changes.py do so for two runs. Nothing after record.py sees anything but the record.
+records/ has the record and derives figures, verdicts, comparisons and thresholds from it. pages/ shows them on a terminal, as
+Markdown and as a page. Both see nothing but records.
 """

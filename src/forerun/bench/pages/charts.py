@@ -1,4 +1,4 @@
-"""The charts of a record as values, each with its figures as a table. svg.py draws them."""
+"""The charts of a record as values, each with its figures as a table. The templates of the page draw them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,7 @@ def axis_of(ratios: Sequence[Ratio]) -> Axis:
 
 
 def verdict_row(
-    name: str,
-    ratio: Ratio | None,
-    call: Call | None,
-    said: str,
-    under: str,
-    spread: str,
-    word: str | None = None,
-    why: str = "",
+    arm: str, ratio: Ratio | None, call: Call | None, said: str, under: str, spread: str, word: str | None = None, why: str = ""
 ) -> Row:
     """A ratio with its interval in the colour of its verdict, and 1. word: the verdict as it is written."""
     marks, style = [], (call or "").replace(" ", "-")
@@ -51,7 +44,7 @@ def verdict_row(
         if ratio.low is not None and ratio.high is not None:
             marks.insert(1, Mark("interval", style, ratio.low, ratio.high))
     figure = f"{ratio.mean:.2f}×" if ratio else NONE
-    return Row(name, figure, said, marks, under=under, call=call, word=word or call or "", spread=spread, why=why)
+    return Row(arm, figure, said, marks, under=under, call=call, word=word or call or "", spread=spread, why=why)
 
 
 def colour(arm: int) -> str:

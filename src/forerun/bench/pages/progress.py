@@ -1,6 +1,4 @@
-"""How a run is followed while it goes: a bar on a terminal, plain lines on standard error otherwise. Knows batches and a
-console, computes nothing that is kept.
-"""
+"""Shows the progress of a run: a bar on a terminal, otherwise plain lines on standard error."""
 
 from __future__ import annotations
 
@@ -17,43 +15,43 @@ from forerun.bench.formats import duration
 from forerun.bench.load.plan import Step
 from forerun.bench.records.record import Batch
 
-EVERY_S = 10.0  # a reader of plain lines hears something at least that often
+EVERY_S = 10.0  # the longest time between two plain lines
 
 
 class Course:
-    """How far a run has come, as a run.Watcher. show: called with this after each change. seconds_of: how long a batch is
-    expected to take, None if that is not known; the time that is left follows from how long those took that are done."""
+    """The progress of a run, as a run.Watcher. show: called after each change. seconds_of: the expected time of a batch, None
+    if not known. The time left is the expected time of the batches left, scaled by the times of the batches done."""
 
     def __init__(self, show: Callable[[Course], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._show, self._clock = show, clock
         self.seconds_of: Callable[[Step], float] | None = None
         self._expected: list[float] = []
-        self._past = self._spent = 0.0  # expected seconds of the batches that are done, and those they took
+        self._past = self._spent = 0.0  # of the batches done: expected seconds, and seconds taken
         self._since = clock()
-        self._last: dict[str, str] = {}
+        self._speeds: dict[str, str] = {}
         self.done = 0
         self.doing_what = ""
 
     @property
     def total(self) -> int:
-        """Batches, those that were done before a run was resumed not counted."""
+        """The number of batches, without those that were measured before a run was resumed."""
         return len(self._expected)
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end; None if nothing is known yet."""
+        """Seconds to the end; None if not known."""
         left = sum(self._expected) - self._past
         if not self._past:
             return left if self.seconds_of is not None and self._expected else None
         return left * self._spent / self._past
 
     def line(self) -> str:
-        """All of it."""
-        speeds = ", ".join(f"{name} {speed}" for name, speed in self._last.items())
-        left = f", about {duration(self.left_s)} left" if self.left_s is not None and self.done < self.total else ""
+        """The whole progress in a line."""
         if not self.doing_what:
             return f"{self.total} batches to measure"
+        left = f", about {duration(self.left_s)} left" if self.left_s is not None and self.done < self.total else ""
         said = f"{self.done} of {self.total} batches{left}: {self.doing_what}" if self.total else self.doing_what
+        speeds = ", ".join(f"{name} {speed}" for name, speed in self._speeds.items())
         return said + (f" (tokens/s: {speeds})" if speeds else "")
 
     def planned(self, steps: Sequence[Step]) -> None:
@@ -69,14 +67,14 @@ class Course:
     def began(self, task: str, arm: str, repetition: int, warmup: bool) -> None:
         """As in run.Watcher."""
         if not self.done:
-            self._since = self._clock()  # what came before, such as starting servers, does not come again
+            self._since = self._clock()  # the time before, such as the start of servers, does not recur
         self.doing(f"{task}, {'warm-up' if warmup else f'repetition {repetition + 1}'}, {arm}")
 
     def ended(self, batch: Batch) -> None:
         """As in run.Watcher."""
         tokens = sum(a.tokens for a in batch.answers if not a.failed)
         if not batch.warmup and batch.wall_s > 0:
-            self._last[batch.arm] = f"{tokens / batch.wall_s:.0f}" if tokens else "failed"
+            self._speeds[batch.arm] = f"{tokens / batch.wall_s:.0f}" if tokens else "failed"
         if self.done < self.total:
             now = self._clock()
             self._past += self._expected[self.done]
@@ -92,7 +90,7 @@ class Course:
 
 
 class Lines:
-    """A line when something new begins, and otherwise one every EVERY_S seconds, whatever is going on meanwhile."""
+    """Says the progress as a line at most every EVERY_S seconds, from a thread if nothing changes meanwhile."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -109,12 +107,11 @@ class Lines:
         self._thread.join()
 
     def show(self, course: Course) -> None:
-        """Said at once if nothing was for a while."""
         self._line = course.line()
         self.check()
 
     def check(self) -> None:
-        """Say where the run is, if nothing was said for EVERY_S seconds."""
+        """Say the progress if nothing was said for EVERY_S seconds."""
         with self._lock:
             if self._line and self._clock() - self._said_at >= EVERY_S:
                 self._said_at = self._clock()
@@ -125,11 +122,15 @@ class Lines:
             self.check()
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def watcher(console: Console) -> Iterator[Course]:
     """A bar if the console is a terminal, else plain lines on standard error."""
     if not console.is_terminal:
-        with Lines(lambda line: print(line, file=sys.stderr, flush=True)) as lines:
+        with Lines(_say) as lines:
             yield Course(lines.show)
         return
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
@@ -146,10 +147,10 @@ def watcher(console: Console) -> Iterator[Course]:
 
 @contextmanager
 def waiting(console: Console, what: str) -> Iterator[None]:
-    """While something takes a while that cannot be counted."""
-    if not console.is_terminal:
-        print(what, file=sys.stderr, flush=True)
-        yield
-        return
-    with console.status(what):
+    """Says what is going on, of which no progress is known."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        _say(what)
         yield

@@ -13,7 +13,7 @@ from forerun.bench.engines.failures import counted
 from forerun.bench.formats import between, count, listed
 from forerun.bench.records.record import Difference, Load, Machine, Record
 from forerun.bench.records.statistics import Call, Ratio, pairs_needed
-from forerun.bench.records.summary import Cell, Draw, cells, draws, margin, noise, unanswered
+from forerun.bench.records.summary import Cell, Draw, cells, draws, margin, noise, reasons, unanswered
 from forerun.bench.workloads.tasks import TASKS, VARIANTS
 
 NEAR_TIE = 0.5  # in log-probability: rounding in bfloat16 moves two logits of one forward pass by less
@@ -225,7 +225,7 @@ def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
     """The answer in a few words, and for each candidate where it is faster, where slower, where neither. A place is a task
     under a load; speculation pays there if one of the candidates is faster."""
     judged = [c for c in cells(record) if c.verdict is not None and c.arm != record.settings.control]
-    silent = {one.arm: failed(one.requests, one.requests, one.reasons) for one in unanswered(record)}
+    silent = {arm: failed(len(lost), len(lost), reasons(lost)) for arm, lost in unanswered(record).items()}
     calls = {c.verdict for c in judged}
     places = list(dict.fromkeys(place(c.task, c.load, record) for c in judged))
     pays = list(dict.fromkeys(place(c.task, c.load, record) for c in judged if c.verdict == "faster"))

@@ -128,11 +128,6 @@ def pairs_needed(ratio: Ratio, margin: float = MARGIN, resolution: float = RESOL
     return max(ratio.pairs, MINIMUM_PAIRS, math.ceil(ratio.pairs * (half / enough) ** 2))
 
 
-def median(values: Sequence[float]) -> float | None:
-    """None without values."""
-    return quantile(values, 0.5)
-
-
 def quantile(values: Sequence[float], q: float) -> float | None:
     """The quantile at q (0 to 1), interpolated linearly.
 

@@ -131,15 +131,6 @@ class Draw:
     comparison: Comparison
 
 
-@dataclass(frozen=True, slots=True)
-class Unanswered:
-    """An arm that answered none of its requests. reasons: why they failed, each with its number."""
-
-    arm: str
-    requests: int
-    reasons: list[tuple[str, int]]
-
-
 def cells(record: Record) -> list[Cell]:
     """In the order of the tasks, loads and arms, so the reference's cell comes before those compared with it."""
     return [
@@ -156,14 +147,10 @@ def measured(record: Record, task: str, load: Load, arm: str) -> list[Batch]:
     return [b for b in record.batches if b.task == task and b.load == load and b.arm == arm and not b.warmup]
 
 
-def unanswered(record: Record) -> list[Unanswered]:
-    """The arms that were sent requests and answered none of them, warm-ups included."""
-    found = []
-    for arm in record.settings.arms:
-        answers = [a for b in record.batches if b.arm == arm.name for a in b.answers]
-        if answers and all(a.failed for a in answers):
-            found.append(Unanswered(arm.name, len(answers), reasons(answers)))
-    return found
+def unanswered(record: Record) -> dict[str, list[Answer]]:
+    """The arms that were sent requests and answered none of them, warm-ups included, with the failed answers."""
+    of = {arm.name: [a for b in record.batches if b.arm == arm.name for a in b.answers] for arm in record.settings.arms}
+    return {arm: answers for arm, answers in of.items() if answers and all(a.failed for a in answers)}
 
 
 def reasons(answers: Sequence[Answer]) -> list[tuple[str, int]]:
