@@ -141,9 +141,9 @@ def test_prepare_where_rows_share_their_drafts(drafts: int) -> None:
 def test_an_embedding_that_the_launch_cannot_read_is_refused() -> None:
     state, slot = State(seed=0), torch.arange(7, device=DEVICE)
     embedding = Int8Blocks.empty(VOCAB, 32, torch.bfloat16, DEVICE)
-    with pytest.raises(TypeError, match="kind int8 blocks has no stored"):
+    with pytest.raises(TypeError, match="kind int8 blocks is not stored as"):
         step.prepare(state.pool(), slot, slot, embedding, 4)
-    with pytest.raises(TypeError, match="kind int8 blocks has no stored"):
+    with pytest.raises(TypeError, match="kind int8 blocks is not stored as"):
         step.prepare_shared(state.pool(), slot, slot, embedding, 4, 5)
 
 

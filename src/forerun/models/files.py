@@ -1,5 +1,5 @@
-"""The files of a model's folder: which there must be, and what is in the JSON ones. They come from elsewhere: any of them may
-be broken, and any value of a wrong type.
+"""The files of a model's folder: which of them are required, and how the JSON files are read. The files come from outside, so
+any of them may be broken and any value may have a wrong type.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from forerun.types import LoadError, SettingError, require
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-MOST = 2**30  # no size in a model's files is larger
+MOST = 2**30  # the largest size that is accepted in a model's files
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; an empty dict if there is no such file. Raises LoadError naming the file."""
+    """The object in a JSON file; an empty dict if there is no such file. Raises LoadError naming the file."""
     if not path.is_file():
         return {}
     try:
@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file that each tensor is in, as the index of a checkpoint in several files says. Raises LoadError if it does not."""
+    """The file of each tensor, from the index of a checkpoint in several files. Raises LoadError for a broken index."""
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) and file for file in found.values()):
         raise LoadError("model", str(index), "has no weight_map of tensors to files; fetch it again")
@@ -43,8 +43,8 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """The files that a model's folder lacks: config.json, tokenizer.json, the safetensors files that its index names. Raises
-    LoadError if the index is broken."""
+    """The required files that a model's folder lacks: config.json, tokenizer.json, and the safetensors files that its index
+    names. Raises LoadError for a broken index."""
     needed = ["config.json", "tokenizer.json"]
     if (folder / INDEX).is_file():
         needed += sorted(set(weight_map(folder / INDEX).values()))
@@ -56,7 +56,7 @@ def missing_files(folder: Path) -> list[str]:
 
 @contextmanager
 def errors_of(path: Path) -> Iterator[None]:
-    """A SettingError about a value of this file becomes a LoadError that names the file."""
+    """Turn a SettingError about a value of this file into a LoadError that names the file."""
     try:
         yield
     except LoadError:
@@ -66,7 +66,7 @@ def errors_of(path: Path) -> Iterator[None]:
 
 
 def whole(given: Mapping[str, Any], key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-    """A whole number of the file, or the default where it is missing or null. Raises SettingError."""
+    """A whole number from least to most in the file; the default where it is missing or null. Raises SettingError."""
     value = default if given.get(key) is None else given[key]
     ok = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
     require(ok, key, value, f"must be a whole number from {least} to {most}")
@@ -74,7 +74,7 @@ def whole(given: Mapping[str, Any], key: str, default: int | None = None, least:
 
 
 def real(given: Mapping[str, Any], key: str, default: float | None = None, least: float = 0.0) -> float:
-    """A finite number of the file, at least so large, or the default where it is missing or null. Raises SettingError."""
+    """A finite number of at least `least` in the file; the default where it is missing or null. Raises SettingError."""
     value = default if given.get(key) is None else given[key]
     number = isinstance(value, int | float) and not isinstance(value, bool)
     ok = number and abs(value) < 1e38 and math.isfinite(value) and value >= least  # type: ignore[operator, arg-type]
@@ -83,14 +83,14 @@ def real(given: Mapping[str, Any], key: str, default: float | None = None, least
 
 
 def flag(given: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """True or false, or the default where it is missing or null. Raises SettingError."""
+    """True or false in the file; the default where it is missing or null. Raises SettingError."""
     value = default if given.get(key) is None else given[key]
     require(isinstance(value, bool), key, value, "must be true or false")
     return bool(value)
 
 
 def token_ids(given: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """One token id, a list of them, or none. Raises SettingError."""
+    """The token ids under a key, which may be one id, a list, or missing. Raises SettingError."""
     value = given.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     require(

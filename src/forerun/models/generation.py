@@ -1,4 +1,4 @@
-"""How a model's makers recommend to sample from it: what generation_config.json says, beside its stop ids."""
+"""The sampling parameters that a model's authors recommend, from generation_config.json."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from forerun.types import SamplingParams
 
 
 def default_sampling(folder: Path) -> SamplingParams:
-    """The sampling parameters for a caller who gives none: temperature, top_k, top_p, min_p and repetition_penalty of
-    generation_config.json; greedy where it has do_sample false. What it does not mention is SamplingParams' default, the
-    number of tokens always. Raises LoadError naming the file for a value that cannot be used."""
+    """The sampling parameters for a caller who gives none: temperature, top_k, top_p, min_p and repetition_penalty from
+    generation_config.json; greedy if do_sample is false there. Values that it lacks, and max_tokens always, are the defaults
+    of SamplingParams. Raises LoadError, naming the file, for a value that cannot be used."""
     path = folder / "generation_config.json"
     given, plain = read_json(path), SamplingParams()
     with errors_of(path):

@@ -1,5 +1,6 @@
-"""GGUF files to Hugging Face folders: dequantised once to bfloat16, renamed, put into transformers' order of rows, with a
-tokenizer.json made from the file's own vocabulary. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""Conversion of GGUF files to Hugging Face folders. Tensors are dequantised to bfloat16, renamed, and their rows put into
+transformers' order; tokenizer.json is made from the file's vocabulary. The format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ NAMES = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 
-PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)  # as llama.cpp's gguf-split names them
+PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)  # the names that llama.cpp's gguf-split gives
 BLOCK = re.compile(r"blk\.(?P<number>\d+)\.(?P<stem>.+)")
 
-# how each kind of vocabulary splits a text before its merges, in llama.cpp's words for tokenizer.ggml.pre
+# the patterns that split a text before the merges, by the names that llama.cpp uses in tokenizer.ggml.pre
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,8 +47,9 @@ LLAMA3 = (
 
 
 class Split(NamedTuple):
-    """patterns are applied one after the other, each to what the one before left; whole: a piece that is a token needs no
-    merges; bos: a text starts with the beginning-of-sequence token unless the file says otherwise; nfc: normalise."""
+    """How a vocabulary splits a text. patterns: applied one after the other, each to the pieces of the one before. whole: a
+    piece that is a token is not merged. bos: a text starts with the beginning-of-sequence token unless the file says
+    otherwise. nfc: normalise the text to NFC first."""
 
     patterns: tuple[str, ...]
     whole: bool = False
@@ -65,8 +67,8 @@ SPLITS = {
 
 
 def parts(path: Path) -> list[Path]:
-    """The files that a model is split into: NAME-00001-of-0000N.gguf and its siblings in order, whichever of them is given;
-    for another name the file alone. Raises LoadError naming the parts that are missing."""
+    """All parts of a split model, in order, given any one of them (NAME-00001-of-0000N.gguf); for any other name the file
+    alone. Raises LoadError naming the parts that are missing."""
     name = PART.fullmatch(path.name)
     if name is None:
         return [path]
@@ -75,13 +77,13 @@ def parts(path: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise LoadError("model", str(path), f"is a part of a split model, and {shown} is missing beside it; fetch all {count}")
+        raise LoadError("model", str(path), f"is part of a split model, and {shown} is missing; put all {count} into a folder")
     return files
 
 
 def convert(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
-    """Write the model of a .gguf file (all its parts, if it is split) into an existing empty folder. Raises LoadError naming
-    what is missing, broken or not supported."""
+    """Convert the model of a .gguf file, with all its parts if it is split, into an existing empty folder. progress: gets lines
+    for people. Raises LoadError naming what is missing, broken or not supported."""
     readers, meta = _open(parts(path))
     tensors = {t.name: t for reader in readers for t in reader.tensors}
     freqs = tensors.pop("rope_freqs.weight", None)
@@ -103,14 +105,14 @@ def convert(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
 
 
 def _open(files: list[Path]) -> tuple[list[GGUFReader], dict[str, Any]]:
-    """The parts' readers and the first one's metadata. Raises LoadError for a file that is not whole, and for parts that do
-    not belong together."""
+    """The readers of all parts, and the metadata of the first. Raises LoadError for a file that is not whole, and for parts
+    that do not belong together."""
     readers, found = [], []
     for file in files:
         try:
             reader = GGUFReader(file)
             found.append({key: field.contents() for key, field in reader.fields.items()})
-        except Exception as error:  # the library raises whatever numpy makes of a broken file
+        except Exception as error:  # a broken file makes numpy raise errors of many types in the library
             raise LoadError("model", str(file), f"not a whole GGUF file ({error}); fetch it again") from None
         readers.append(reader)
     names: set[str] = set()
@@ -119,7 +121,7 @@ def _open(files: list[Path]) -> tuple[list[GGUFReader], dict[str, Any]]:
             number, count = whole(meta, "split.no", i - 1, least=0) + 1, whole(meta, "split.count", 1)
         if (number, count) != (i, len(files)):
             why = f"it is part {number} of {count} of a split model; end its name in -{number:05d}-of-{count:05d}.gguf"
-            raise LoadError("model", str(file), f"{why} and put the other parts beside it")
+            raise LoadError("model", str(file), f"{why} and put the other parts into the same folder")
         again = [t.name for t in reader.tensors if t.name in names]
         if again:
             raise LoadError("model", str(file), f"tensor {again[0]} is in an earlier part too; fetch the parts again")
@@ -132,7 +134,7 @@ def _open(files: list[Path]) -> tuple[list[GGUFReader], dict[str, Any]]:
 
 
 def write_bfloat16(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[torch.Tensor]) -> None:
-    """A safetensors file, written tensor by tensor so that never more than one is in memory."""
+    """Write a safetensors file, tensor by tensor, so that only one is in memory at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, shape in shapes.items():
@@ -140,7 +142,7 @@ def write_bfloat16(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iter
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
+    text += b" " * (-len(text) % 8)  # so that the data starts at a multiple of 8
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
@@ -148,7 +150,7 @@ def write_bfloat16(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iter
 
 
 def _config(meta: dict[str, Any], tensors: dict[str, Any], freqs: np.ndarray | None) -> dict[str, Any]:
-    """What config.json says of this model. Raises SettingError for what is missing or not supported."""
+    """The contents of config.json for this model. Raises SettingError for a value that is missing or not supported."""
     architecture = meta.get("general.architecture")
     known = isinstance(architecture, str) and architecture in ARCHITECTURES
     require(known, "general.architecture", architecture, f"supported in a .gguf are {', '.join(ARCHITECTURES)}")
@@ -188,7 +190,7 @@ def _config(meta: dict[str, Any], tensors: dict[str, Any], freqs: np.ndarray | N
     for name, field in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
         if (token := _token_id(meta, field)) is not None:
             config[name] = token
-    # the ends of a turn and of a message to a tool are stored apart from the end of a text
+    # end of text, end of turn (eot) and end of message (eom) are separate keys
     ends = [token for field in ("eos", "eot", "eom") if (token := _token_id(meta, field)) is not None]
     if ends:
         config["eos_token_id"] = ends[0] if len(set(ends)) == 1 else list(dict.fromkeys(ends))
@@ -203,7 +205,7 @@ def _token_id(meta: dict[str, Any], name: str) -> int | None:
 def _scaling(
     meta: dict[str, Any], key: Callable[[str], str], theta: float, freqs: np.ndarray | None, head_dim: int
 ) -> dict[str, Any] | None:
-    """What config.json says under rope_scaling."""
+    """The value of rope_scaling in config.json."""
     kind = meta.get(key("rope.scaling.type"), "none")
     require(kind in ("none", "linear", "yarn"), "rope.scaling.type", kind, "supported in a .gguf are none, linear and yarn")
     for name in UNREAD_SCALING:
@@ -224,8 +226,8 @@ def _scaling(
 
 
 def _llama3(divisors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3's stretched rotation is in the file as what each frequency was divided by. All published models share the
-    other three numbers, so the largest divisor is the factor; the rest must come out as they are."""
+    """Llama 3's rope_scaling from the divisor of each frequency, which is what the file holds. The largest divisor is the
+    factor; all published models share the other three values. Raises SettingError for divisors that these do not give."""
     factor = float(divisors.max())
     guess = Rope(theta, "llama3", factor, 8192, 1.0, 4.0)
     expected = rope.frequencies(Rope(theta), head_dim) / rope.frequencies(guess, head_dim)
@@ -262,13 +264,13 @@ def _values(path: Path, name: str, tensor: Any, config: ModelConfig) -> torch.Te
 
 
 def pair_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp rotates neighbouring rows of a head of a llama's q and k against each other, transformers its two halves:
-    bring rows 0, 1, 2, 3, .. of each head into the order 0, 2, .., 1, 3, ..  [heads*D, ..] -> the same"""
+    """Reorder the rows of q or k of a llama. llama.cpp rotates neighbouring rows of a head together; transformers pairs the
+    two halves. So rows 0, 1, 2, 3, .. of each head come into the order 0, 2, .., 1, 3, ..  [heads*D, ..] -> the same"""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
 def _tokenizer(meta: dict[str, Any], folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json. Raises SettingError for a vocabulary that is broken or not supported."""
+    """Write tokenizer.json and tokenizer_config.json. Raises SettingError for a vocabulary that is broken or not supported."""
     kind = meta.get("tokenizer.ggml.model")
     require(kind == "gpt2", "tokenizer.ggml.model", kind, f"supported in a .gguf is gpt2 (byte-level BPE); {INSTEAD}")
     pre = meta.get("tokenizer.ggml.pre", "default")
@@ -279,7 +281,7 @@ def _tokenizer(meta: dict[str, Any], folder: Path) -> None:
     types: list[int] = _listed(meta, key, int) if key in meta else [TokenType.NORMAL] * len(tokens)
     require(len(types) == len(tokens), key, len(types), f"there are {len(tokens)} tokens")
     merges = [tuple(m.split(" ", 1)) for m in _listed(meta, "tokenizer.ggml.merges", str)]
-    # unused entries pad the vocabulary; they are no tokens
+    # unused entries are padding of the vocabulary, not tokens
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
     try:
         model = tokenizers.models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole)
@@ -299,9 +301,9 @@ def _tokenizer(meta: dict[str, Any], folder: Path) -> None:
         token = _token_id(meta, name)
         if token is not None:
             there = token < len(tokens) and tokens[token] in vocab
-            require(there, f"tokenizer.ggml.{name}_token_id", token, f"no token of that id among {len(tokens)}")
+            require(there, f"tokenizer.ggml.{name}_token_id", token, f"none of the {len(tokens)} tokens has that id")
             settings[key] = tokens[token]
-    # the tokens in front of a text and behind it
+    # the tokens that are added before and after a text
     front, behind = (
         settings.get(f"{name}_token") if flag(meta, f"tokenizer.ggml.add_{name}_token", default) else None
         for name, default in (("bos", split.bos), ("eos", False))
@@ -322,7 +324,7 @@ def _tokenizer(meta: dict[str, Any], folder: Path) -> None:
 
 
 def _listed(meta: dict[str, Any], key: str, kind: type) -> list[Any]:
-    """A list of the file's metadata, all of one type."""
+    """A list in the file's metadata, whose items all have one type. Raises SettingError."""
     found = meta.get(key)
     require(isinstance(found, list) and all(isinstance(x, kind) for x in found), key, type(found).__name__, "must be a list")
     return list(found)  # type: ignore[arg-type]

