@@ -1,5 +1,5 @@
-"""What the instrument asks an engine for, whatever kind it is: one request in, pieces of its answer out as they arrive. Knows
-no wire and no engine; openai.py speaks HTTP, inprocess.py drives the engine in this process.
+"""The interface of an engine that answers requests: a request in, and pieces of its answer out as they arrive. Knows no
+protocol and no engine; openai.py implements it over HTTP, inprocess.py for the engine in this process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. One of: messages (for the chat template), text (continued as it stands), ids (token ids, continued).
-    name says task and variant. ignore_eos: go on past the end-of-text token. prediction: the expected output, for engines that
-    draft from it. logprobs: report so many of the most likely tokens at each position. salt: requests with different ones share
-    no prefix cache, where the engine can do that. temperature 0 is greedy."""
+    """One request, with exactly one of messages (for the chat template), text (to be continued) and ids (token ids, to be
+    continued). name: the task and the variant. temperature: 0 is greedy. ignore_eos: do not stop at the end-of-text token.
+    prediction: the expected output, for engines that draft from it. logprobs: the number of most likely tokens that are
+    reported at each position. salt: requests with different salts share no prefix cache, where the engine supports it."""
 
     name: str
     max_tokens: int
@@ -36,7 +36,7 @@ class Ask:
 
 
 class TokenLogprob(NamedTuple):
-    """Of one output token: its text (or its id as text), its log-probability, and the most likely tokens with theirs."""
+    """An output token (as text, or its id as text), its log-probability, and the most likely tokens with theirs."""
 
     token: str
     logprob: float
@@ -44,11 +44,11 @@ class TokenLogprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What arrived at once, at_s on the clock of the endpoint's caller. token_ids None: the server does not give them.
+    """What arrived at one time. at_s: on the clock of the endpoint. token_ids: None if the server does not give them.
 
-    The last pieces say what is known of the whole answer: usage (as the server sent it), counts (drafting of this request),
-    queued_s (seconds it waited), output_tokens (None: count the token_ids), hidden_tokens (those of the output that were not
-    streamed, as some servers do with reasoning) and notes (what was odd in the answer)."""
+    The last pieces describe the whole answer. usage: as the server sent it. counts: the drafting counts of this request.
+    queued_s: seconds in the queue. output_tokens: None: the number of token_ids. hidden_tokens: output tokens that were not
+    streamed, such as reasoning. notes: what was odd in the answer."""
 
     at_s: float
     text: str = ""
@@ -65,8 +65,8 @@ class Piece(NamedTuple):
 
 
 class RequestFailed(Exception):
-    """A request that was not answered as asked; the message says why. unanswered: because nothing came, so that the next
-    request will hardly fare better: no connection, or silence until a time-out."""
+    """A request without a complete answer; the message says why. unanswered: there was no connection, or no data until a
+    time-out, so that the next request will probably fail, too."""
 
     def __init__(self, message: str, unanswered: bool = False) -> None:
         super().__init__(message)
@@ -89,15 +89,14 @@ class Timeouts:
 
 
 class Endpoint(Protocol):
-    """An engine that answers requests, many at once."""
+    """An engine that answers many requests at once."""
 
     def generate(self, ask: Ask) -> AsyncIterator[Piece]:
-        """The answer as it arrives. Raises RequestFailed whenever it is not complete: an error, whatever the HTTP status,
-        a stream with no end, an empty one, a dropped connection, a time-out, a fault of the engine. Closing the iterator
-        aborts the request."""
+        """The answer as it arrives. Raises RequestFailed if it is not complete, for any reason. Closing the iterator aborts the
+        request."""
 
     async def facts(self) -> Facts:
         """What the engine says of itself."""
 
     async def counters(self) -> ServerCounters | None:
-        """What it has counted since it started; None if it does not count."""
+        """The counts since the engine's start; None if it does not count."""

@@ -1,4 +1,4 @@
-"""Reasons and notes of many requests, counted by kind. Knows texts only."""
+"""Reasons and notes of many requests, counted by kind."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _STATUS = re.compile(r"HTTP \d+")
 
 
 def kind(text: str) -> str:
-    """What it has in common with others that differ in ids, numbers and quoted words only. An HTTP status is kept."""
+    """The text without its ids, numbers and quoted words, and with its HTTP status. Texts of the same kind are equal in it."""
     status = " ".join(_STATUS.findall(text))
     return status + _NUMBER.sub("0", _ID.sub("0", _QUOTED.sub("''", text)))
 
 
 def counted(texts: Iterable[str]) -> list[tuple[str, int]]:
-    """Each kind of text with how often it came, the most frequent first; the first text of a kind stands for it."""
+    """The first text of each kind and the number of texts of that kind, the most frequent kind first."""
     found: dict[str, tuple[str, int]] = {}
     for text in texts:
         first, times = found.get(kind(text), (text, 0))

@@ -1,6 +1,4 @@
-"""The engine in this process as an endpoint: requests are added between two of its steps, as in a server. Knows the engine's
-events; speaks no HTTP.
-"""
+"""The engine in this process as an endpoint. As in a server, requests are added between two steps."""
 
 from __future__ import annotations
 
@@ -24,11 +22,11 @@ LOG = logging.getLogger("forerun")
 
 
 class InProcess:
-    """Steps the engine for as long as it has work. A step keeps the loop from running, so a request that falls due meanwhile
-    waits for the next one; its latency counts from when it was due.
+    """Steps the engine while it has work. The event loop stands still during a step, so a request that falls due then is added
+    after it. Its latency counts from when it was due.
 
-    broken: the exception that its owner raised, after which nothing is known of the engine's state and every request fails.
-    What the engine itself catches ends single requests and is none of these.
+    broken: the exception that the engine's owner raised. The engine's state is unknown then, and every request fails. Faults of
+    a single request end that request only and are not kept here.
     """
 
     def __init__(self, llm: LLM, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -38,8 +36,8 @@ class InProcess:
         self._driver: asyncio.Task[None] | None = None
 
     async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
-        """As in endpoint.Endpoint, but that the pieces are handed on together when the request has ended, each with the time of
-        its step: to hand them on one by one would take time from the steps."""
+        """All pieces are given when the request has ended, each with the time of its step. Giving each one at once would take
+        time from the steps."""
         if self.broken is not None:
             raise RequestFailed(self.broken)
         llm = self.llm
@@ -102,16 +100,15 @@ class InProcess:
             waiting.fail(self.broken or "the engine has no work left and did not end it")
 
     async def facts(self) -> Facts:
-        """Of this package's engine."""
         return Facts("forerun", forerun.__version__, kv_tokens=self.llm.engine.kv_tokens)
 
     async def counters(self) -> ServerCounters | None:
-        """None: everything is counted request by request."""
+        """None: the counts come with each request."""
         return None
 
 
 class _Waiting:
-    """A request that is under way: its events so far, and whether there will be more."""
+    """A request in the engine: its events so far, each with the time of its step, and whether it has ended."""
 
     def __init__(self) -> None:
         self.events: list[tuple[float, Event]] = []
@@ -124,7 +121,7 @@ class _Waiting:
             self.ended.set()
 
     def fail(self, why: str) -> None:
-        """Unless it has ended."""
+        """Has no effect on a request that has ended."""
         if not self.ended.is_set():
             self.failure = why
             self.ended.set()

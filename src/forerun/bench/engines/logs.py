@@ -1,9 +1,9 @@
-"""Why a program ended, from its log. Knows how programs write their errors; no engine by name.
+"""The reason for which a program ended, from its log. Knows the forms in which programs write errors, and no engine by name.
 
-The reason is seldom the last line: of several processes the one that fails first is followed by others that fail because of it,
-and a traceback may be followed by pages of shutting down. Nor is it any line with the word error in it, for warnings have that,
-too. Looked for are, in this order: the exception of the last traceback that is not about another failure, what programs
-without exceptions say when they give up, lines of the level ERROR, and at last the exceptions about other failures.
+The reason is seldom the last line. When one of several processes fails, the others log failures that follow from it, and a
+traceback may be followed by many lines about shutting down. A line with the word error may be a warning. The reason is looked
+for in this order: the exception of the last traceback that is not about another failure, the final messages of programs
+without exceptions, lines of the level ERROR, and the exceptions about other failures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 LONGEST = 600  # characters of a reason
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
-# what a logger writes in front of a message: process, level, time, place, in any order
+# what loggers write before a message: process, level, time and place, in any order
 _PREFIX = re.compile(
     r"^(?:\s*(?:\([^()]*pid=\d+[^()]*\)|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?|"
     r"\[?\d\d-\d\d(?: \d\d:\d\d:\d\d[\d.,]*)?\]?(?=\s)|"
@@ -23,14 +23,14 @@ _PREFIX = re.compile(
 )
 _QUIET = re.compile(r"\b(?:WARNING|WARN|INFO|DEBUG|TRACE)\b|\[[WID]\]|\b\w*Warning:", re.ASCII)
 _LOUD = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b|\[[EF]\]")
-_HEAD = 70  # characters within which a line names its level
+_HEAD = 70  # characters at the start of a line that may hold its level
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Failure|Interrupt|Timeout|NotFound)\w*(?::\s|$)")
 _LINKS = {
     "The above exception was the direct cause of the following exception:": True,
     "During handling of the above exception, another exception occurred:": False,
 }
-"""Between the exceptions of one traceback, and whether the one above is the reason of the one below."""
+"""The lines between two exceptions of a traceback, and whether the upper exception is the cause of the lower one."""
 
 _OF_ANOTHER = re.compile(
     r"root cause|see (?:stack trace )?above|[Ee]ngine core initialization failed|[Ee]ngine process failed"
@@ -52,7 +52,7 @@ _HARMLESS = re.compile(
 
 
 def reason(log: str) -> str | None:
-    """The reason that a log gives for the end of its program, at most LONGEST characters; None if it gives none."""
+    """The reason in at most LONGEST characters; None if the log has none."""
     lines = [_Line(line) for line in COLOUR.sub("", log).splitlines()]
     ends = _exceptions(lines)
     own = [at for at in ends if not _OF_ANOTHER.search(lines[at].text)]
@@ -67,7 +67,7 @@ def reason(log: str) -> str | None:
 
 
 def ended(code: int) -> str:
-    """How a process ended, by its exit code. A negative one, or one above 128 of a shell, is a signal."""
+    """An exit code in words. A negative code, or a shell's code above 128, is a signal."""
     number = -code if code < 0 else code - 128
     try:
         name = signal.Signals(number).name
@@ -78,7 +78,7 @@ def ended(code: int) -> str:
 
 
 class _Line:
-    """A line without what its logger put in front. quiet: it is a warning or less; loud: of the level ERROR or above."""
+    """A line without its logger's prefix. quiet: of the level WARNING or below. loud: of the level ERROR or above."""
 
     def __init__(self, line: str) -> None:
         head = line[:_HEAD]
@@ -88,8 +88,8 @@ class _Line:
 
 
 def _exceptions(lines: list[_Line]) -> list[int]:
-    """Where the exceptions stand that end a program or that are logged as errors. Of those linked as cause and effect the
-    cause alone."""
+    """The indices of the lines with exceptions that ended a program or were logged as errors. Of a cause and its effect only
+    the cause is given."""
     found: list[int] = []
     linked: bool | None = None
     for at, line in enumerate(lines):
@@ -105,7 +105,7 @@ def _exceptions(lines: list[_Line]) -> list[int]:
 
 
 def _whole(lines: list[_Line], at: int) -> str:
-    """The line, and the next one where the first only announces it."""
+    """The line, with the next one if the line only introduces it."""
     said = lines[at].text.strip()
     rest = next((line.text.strip() for line in lines[at + 1 : at + 3] if line.text.strip()), "")
     if rest and (said.endswith(":") or "validation error" in said):

@@ -20,8 +20,9 @@ from yarl import URL
 
 from forerun.bench.engines.dialects import Dialect
 from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, Timeouts
+from forerun.bench.engines.fields import readable
 from forerun.bench.engines.metrics import counters_of, kv_tokens_of
-from forerun.bench.engines.reply import Reply, error_of, readable
+from forerun.bench.engines.reply import Reply, error_of
 from forerun.bench.engines.sse import EventReader
 from forerun.bench.records.record import Facts, ServerCounters
 from forerun.bench.records.redaction import remember

@@ -1,5 +1,5 @@
-"""Server-sent events from bytes, as much of section 9.2 of the WHATWG HTML standard as language model servers use: the fields
-`event` and `data`, comments, and lines that end in LF, CR LF or CR and in nothing else. Knows nothing of what the data means.
+"""Server-sent events from bytes, by section 9.2 of the WHATWG HTML standard. Only the fields `event` and `data` are used. Lines
+end in LF, CR LF or CR and in nothing else. Knows nothing of the data's meaning.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ BOM = b"\xef\xbb\xbf"
 
 
 class Event(NamedTuple):
-    """kind: of the `event` field, message if there was none. data: its `data` lines, joined by line feeds."""
+    """kind: the field `event`, "message" without one. data: the `data` lines, joined by line feeds."""
 
     kind: str
     data: bytes
 
 
 class EventReader:
-    """Feed it bytes as they come; an event is given out once the blank line behind it has arrived. pending: how many bytes it
-    holds of an event that has not ended."""
+    """`feed` takes bytes as they arrive and returns an event when the blank line behind it has arrived. pending: the number of
+    bytes held of an unfinished event."""
 
     def __init__(self) -> None:
         self.pending = 0
-        self._line_parts: list[bytes] = []  # of a line that has not ended
+        self._line_parts: list[bytes] = []  # of the unfinished line
         self._kind, self._data = "message", list[bytes]()
         self._after_cr, self._first = False, True
 
     @property
     def rest(self) -> bytes:
-        """The data of an event that has begun and not ended."""
+        """The data of the unfinished event."""
         begun = EventReader()
         begun._first, begun._data = self._first, list(self._data)
         begun._take(b"".join(self._line_parts))
@@ -36,13 +36,13 @@ class EventReader:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is such an event."""
+        """Whether there is an unfinished event with data."""
         return bool(self.rest.strip())
 
     def feed(self, data: bytes) -> list[Event]:
         """The events that these bytes complete."""
         if self._after_cr and data.startswith(b"\n"):
-            data = data[1:]  # the second half of a CR LF, whose first half has ended the line
+            data = data[1:]  # the second half of a CR LF whose first half ended the line
         if not data:
             return []
         self._after_cr = data.endswith(b"\r")
@@ -74,7 +74,7 @@ class EventReader:
         elif field == b"event":
             self._kind = value.removeprefix(b" ").decode("utf-8", "replace") or "message"
         elif field not in (b"", b"id", b"retry"):
-            self._data.append(line)  # no field of the standard, for instance a bare JSON error: kept, so that it is seen
+            self._data.append(line)  # not a field of the standard, for instance a JSON error without `data:`
         else:
             return
         self.pending += len(line)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from forerun.bench.engines.endpoint import Ask, Endpoint, Piece, RequestFailed
-from forerun.bench.engines.reply import readable, whole
+from forerun.bench.engines.fields import joined, readable
 from forerun.bench.load.patience import Patience
 from forerun.bench.records.record import FINISHED, NOT_COUNTED, Answer, Chunk, Load
 from forerun.bench.records.redaction import hide
@@ -168,7 +168,7 @@ def answer_of(ask: Ask, what: Exchange, begin: float) -> Answer:
     hidden = next((p.hidden_tokens for p in reversed(pieces) if p.hidden_tokens), 0)
     ids = tuple(i for p in pieces for i in p.token_ids or ())
     chunks, said = _chunks(pieces, due), "".join(p.text for p in pieces)
-    text = whole(said)
+    text = joined(said)
     halves = ("the text holds half of a character (a lone surrogate), which is � here",)
     notes = tuple(dict.fromkeys(note for p in pieces for note in p.notes)) + halves * (text.count("�") > said.count("�"))
     tokens = len(ids) if produced is None else produced
