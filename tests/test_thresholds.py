@@ -126,7 +126,7 @@ def test_one_different_answer_is_not_all() -> None:
     batches = (*run.batches[:at], dataclasses.replace(run.batches[at], answers=(off,)), *run.batches[at + 1 :])
     changed = dataclasses.replace(run, batches=batches)
     (copy, explain) = check(parse(["identical == all"]), changed)
-    assert not copy.passed and copy.said == "4 of 5" and explain.passed
+    assert not copy.passed and copy.detail == "4 of 5" and explain.passed
     assert results("identical.copy >= 80%", changed) == [True] and results("identical.copy > 80%", changed) == [False]
 
 
@@ -138,7 +138,7 @@ def test_a_sampled_task_has_no_identical_answers_and_asking_for_them_alone_fails
 
 def test_costs_and_distribution_of_arms() -> None:
     (ngram, suffix) = check(parse(["kv_tokens >= 30000"]), rich())
-    assert (ngram.where, ngram.passed, ngram.said) == ("ngram k=4", True, "30832") and not suffix.passed
+    assert (ngram.where, ngram.passed, ngram.detail) == ("ngram k=4", True, "30832") and not suffix.passed
     assert results("startup_s[ngram k=4] < 60", rich()) == [False]
     assert results("distribution == same", rich()) == [True, True]
     few = dataclasses.replace(rich(), first_tokens=tuple(dataclasses.replace(f, tokens=("a",)) for f in rich().first_tokens))
@@ -162,7 +162,7 @@ def test_the_junit_file() -> None:
     assert [(c.get("classname"), c.get("name")) for c in failed] == [("speedup.copy >= 9", "copy, fast")]
     assert "1.64 [1.64,1.64]" in str(failed[0].find("failure").get("message"))  # type: ignore[union-attr]
     assert "Yes, speculation pays here" in str(suite.findtext("system-out"))
-    odd = dataclasses.replace(found[0], said='<&">')
+    odd = dataclasses.replace(found[0], detail='<&">')
     assert ElementTree.fromstring(junit([odd], made())).find(".//failure").get("message").endswith('<&">')  # type: ignore[union-attr]
 
 

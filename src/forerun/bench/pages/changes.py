@@ -64,10 +64,6 @@ def view(before: Record, after: Record) -> View:
         heading=f"{model_of(after)}: {before.started[:16]} against {after.started[:16]}".replace("T", " "),
         answer=headline(made, after),
         leads=[("", f"The baseline itself came out {ratio:.2f} times as fast as before.")] if moved else [],
-        title="What changed",
-        about="The later run over the earlier one, with 95 % intervals. The dashed line is no change. Tokens a second is what "
-        "each arm did. Speed-up is what speculation gained over the baseline of its own run, which the machine's state hardly "
-        "affects.",
         parts=[_part(name, [c for c in made if _place(c, after) == name], axis) for name in names],
         warnings=[
             UNPAIRED,
@@ -76,6 +72,7 @@ def view(before: Record, after: Record) -> View:
             *unmatched(before, after),
         ],
         commands=[("Earlier run", command(before)), ("Later run", command(after))],
+        compares=True,
     )
 
 
@@ -95,8 +92,8 @@ def _part(name: str, here: Sequence[Change], axis: Axis) -> Part:
 
 def _row(c: Change, ratio: Ratio | None, call: Call | None, figures: str, gain: bool = False) -> Row:
     word = {"faster": "more", "slower": "less"}.get(str(call)) if gain else None
-    said = f"{c.after.arm}: from {figures}, change {interval(ratio)}; {call}"
-    return charts.verdict_row(c.after.arm, ratio, call, said, word=word, under=figures, spread=between(ratio))
+    alt = f"{c.after.arm}: from {figures}, change {interval(ratio)}; {call}"
+    return charts.verdict_row(c.after.arm, ratio, call, alt, word=word, under=figures, spread=between(ratio))
 
 
 def headline(made: Sequence[Change], record: Record) -> str:
@@ -104,16 +101,16 @@ def headline(made: Sequence[Change], record: Record) -> str:
     judged = [c for c in made if c.speedup_verdict is not None and c.after.arm != record.settings.control]
     if not judged:
         return "The runs have no candidate in common"
-    said = []
+    parts = []
     for call, words in (("slower", "less"), ("faster", "more")):
         arms: dict[str, list[str]] = {}
         for c in judged:
             if c.speedup_verdict == call:
                 arms.setdefault(c.after.arm, []).append(_place(c, record))
         here = [f"{arm} on {listed(places)}" for arm, places in arms.items()]
-        said += [f"speculation gains {words} than before with {', with '.join(here)}"] if here else []
-    if said:
-        whole = "; ".join(said)
+        parts += [f"speculation gains {words} than before with {', with '.join(here)}"] if here else []
+    if parts:
+        whole = "; ".join(parts)
         return whole[0].upper() + whole[1:]
     if all(c.speedup_verdict == "no difference" for c in judged):
         return "Speculation gains as much as before"

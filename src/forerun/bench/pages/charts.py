@@ -35,7 +35,7 @@ def axis_of(ratios: Sequence[Ratio]) -> Axis:
 
 
 def verdict_row(
-    arm: str, ratio: Ratio | None, call: Call | None, said: str, under: str, spread: str, word: str | None = None, why: str = ""
+    arm: str, ratio: Ratio | None, call: Call | None, alt: str, under: str, spread: str, word: str | None = None, why: str = ""
 ) -> Row:
     """A ratio with its interval in the colour of its verdict, and 1. word: the verdict as it is written."""
     marks, style = [], (call or "").replace(" ", "-")
@@ -44,7 +44,7 @@ def verdict_row(
         if ratio.low is not None and ratio.high is not None:
             marks.insert(1, Mark("interval", style, ratio.low, ratio.high))
     figure = f"{ratio.mean:.2f}×" if ratio else NONE
-    return Row(arm, figure, said, marks, under=under, call=call, word=word or call or "", spread=spread, why=why)
+    return Row(arm, figure, alt, marks, under=under, call=call, word=word or call or "", spread=spread, why=why)
 
 
 def colour(arm: int) -> str:
@@ -87,9 +87,9 @@ def _sweep(record: Record, here: Sequence[Cell], numbers: dict[str, int]) -> Cha
         return None
     cuts = [i for i in range(1, len(loads)) if loads[i].kind != loads[i - 1].kind or loads[i].kind == "trace"]
     labels = [load.label for load in loads]
-    said = f"Speed-up on {here[0].task} at {', '.join(labels)}; the figures are in the table of all figures"
+    alt = f"Speed-up on {here[0].task} at {', '.join(labels)}; the figures are in the table of all figures"
     axis = around([0.97, 1.03, *[min(max(v, 0.2), 20.0) for v in values]], "×", log=True)
-    return Chart(here[0].task, [Plot("", series, labels, axis, said, 1.0, cuts)])
+    return Chart(here[0].task, [Plot("", series, labels, axis, alt, 1.0, cuts)])
 
 
 def _drafting(record: Record, here: Sequence[Cell], numbers: dict[str, int]) -> Chart | None:
@@ -103,8 +103,8 @@ def _drafting(record: Record, here: Sequence[Cell], numbers: dict[str, int]) -> 
         there = [(i, 100 * v, None, None) for i, v in enumerate(c.conditional) if v is not None and c.reached[i] >= FEW]
         series.append(Series(numbers[c.arm], there, dashed=True))
     places = [str(i + 1) for i in range(max(len(c.joint) for c in first))]
-    said = f"Acceptance by draft position on {first[0].task}: " + "; ".join(f"{c.arm} {_shares(c.joint)} %" for c in first)
-    plot = Plot("Accepted by position of the draft", series, places, Axis(0, 100, "%"), said)
+    alt = f"Acceptance by draft position on {first[0].task}: " + "; ".join(f"{c.arm} {_shares(c.joint)} %" for c in first)
+    plot = Plot("Accepted by position of the draft", series, places, Axis(0, 100, "%"), alt)
     bars = [_lengths(c, numbers[c.arm]) for c in first if c.accepted_lengths]
     return Chart(first[0].task, [plot, Rows("Accepted tokens of a step", bars)], _positions([c for c in here if c.joint]))
 
@@ -115,8 +115,8 @@ def _shares(values: Sequence[float]) -> str:
 
 def _lengths(c: Cell, number_of_arm: int) -> Row:
     shares = [n / sum(c.accepted_lengths) for n in c.accepted_lengths]
-    said = f"{c.arm}: share of steps with 0, 1, 2, ... accepted tokens: {_shares(shares)} %"
-    return Row(c.arm, f"{number(c.got, 2)} a step", said, histogram=shares, arm=number_of_arm)
+    alt = f"{c.arm}: share of steps with 0, 1, 2, ... accepted tokens: {_shares(shares)} %"
+    return Row(c.arm, f"{number(c.got, 2)} a step", alt, histogram=shares, arm=number_of_arm)
 
 
 def _positions(here: Sequence[Cell]) -> list[Table]:
@@ -154,15 +154,15 @@ def _steps(record: Record, here: Sequence[Cell], numbers: dict[str, int]) -> Cha
 
 def _step(c: Cell, number_of_arm: int) -> Row:
     step, marks, begin = 1000 * (c.step_s or 0), [], 0.0
-    said = f"{c.arm} at {c.load.label}: {step:.1f} ms a step"
+    alt = f"{c.arm} at {c.load.label}: {step:.1f} ms a step"
     if c.needed is not None and c.got is not None:
-        said += f", {c.needed:.2f} tokens needed to break even, {c.got:.2f} got"
+        alt += f", {c.needed:.2f} tokens needed to break even, {c.got:.2f} got"
     for i, part in enumerate(c.parts or ()):
         marks.append(Mark("bar", f"p{i}", step * begin, step * (begin + part)))
         begin += part
     if c.parts:
-        said += ". " + ", ".join(f"{name} {100 * part:.0f} %" for name, part in zip(PARTS, c.parts, strict=True))
-    return Row(c.arm, f"{digits(step)} ms", said, marks or [Mark("bar", colour(number_of_arm), 0.0, step)])
+        alt += ". " + ", ".join(f"{name} {100 * part:.0f} %" for name, part in zip(PARTS, c.parts, strict=True))
+    return Row(c.arm, f"{digits(step)} ms", alt, marks or [Mark("bar", colour(number_of_arm), 0.0, step)])
 
 
 def _by_load(rows: Sequence[tuple[Cell, Row]], record: Record) -> list[Row]:
@@ -201,11 +201,11 @@ def _waiting(record: Record, here: Sequence[Cell], numbers: dict[str, int]) -> C
 
 def _range(c: Cell, s: Spread, name: str, scale: float, unit: str, number_of_arm: int, record: Record) -> Row:
     style, median = colour(number_of_arm), f"{digits(s.median, scale)}{unit}"
-    said = f"{name}, {label(c, record)}: median {median}, longest {digits(s.largest, scale)}{unit}"
+    alt = f"{name}, {label(c, record)}: median {median}, longest {digits(s.largest, scale)}{unit}"
     marks = [Mark("line", style, scale * s.least, scale * s.largest), Mark("bar", style, scale * s.lower, scale * s.upper)]
     marks += [Mark("symbol", style, scale * s.p95)] if s.p95 is not None else []
     marks.append(Mark("stroke", "median", scale * s.median))
-    return Row(c.arm, median, said, marks, under=f"{c.failures}/{c.requests} failed" if c.failures else "")
+    return Row(c.arm, median, alt, marks, under=f"{c.failures}/{c.requests} failed" if c.failures else "")
 
 
 COSTS: tuple[tuple[str, str, Callable[[Facts], float | None], Callable[[float], str]], ...] = (
@@ -226,8 +226,8 @@ def costs(record: Record) -> tuple[list[Rows], list[Table]]:
             change = f"{100 * (value / base - 1):+.0f} %" if value and base and arm != record.settings.reference else ""
             texts.append(NONE if value is None else text(value) + (f" ({change})" if change else ""))
             if value is not None:
-                bar, said = Mark("bar", colour(i), 0.0, value), f"{name}, {arm}: {texts[-1]}"
-                drawn.append(Row(arm, text(value), said, [bar], spread=change))
+                bar, alt = Mark("bar", colour(i), 0.0, value), f"{name}, {arm}: {texts[-1]}"
+                drawn.append(Row(arm, text(value), alt, [bar], spread=change))
         if drawn:
             drawings.append(Rows(name, drawn, around([one.marks[0].high for one in drawn], unit)))
     for (_, _, facts), texts in zip(known, rows, strict=True):

@@ -42,6 +42,6 @@ def down(axis: Axis, value: float) -> float:
     return 6 + (1 - axis.at(value)) * (PLOT - 6)
 
 
-def options(said: str) -> Markup:
+def options(text: str) -> Markup:
     """The text with options of the command line as code, which is not broken."""
-    return Markup(re.sub(r"--[a-z-]+( \d+)?", r"<code>\g<0></code>", str(escape(said))))
+    return Markup(re.sub(r"--[a-z-]+( \d+)?", r"<code>\g<0></code>", str(escape(text))))

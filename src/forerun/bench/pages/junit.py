@@ -25,6 +25,6 @@ def junit(checks: Sequence[Check], record: Record) -> str:
         if not c.passed:
             ElementTree.SubElement(case, "failure", {"type": "threshold", "message": line(c)})
     answer, arms = headline(record)
-    ElementTree.SubElement(suite, "system-out").text = "\n".join([f"{answer}.", *[f"{arm}: {said}." for arm, said in arms]])
+    ElementTree.SubElement(suite, "system-out").text = "\n".join([f"{answer}.", *[f"{arm}: {text}." for arm, text in arms]])
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"

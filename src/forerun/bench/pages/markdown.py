@@ -9,19 +9,19 @@ from forerun.bench.pages.view import Table, View
 
 def markdown(view: View) -> str:
     lines = [f"### {view.heading}", "", f"**{view.answer}.**", ""]
-    lines += [f"- {arm}: {said}." if arm else said for arm, said in view.leads]
+    lines += [f"- {arm}: {text}." if arm else text for arm, text in view.leads]
     lines += ["", view.context] if view.context else []
     for part in view.parts:
         lines += ["", f"**{part.name}**: {part.about}" if part.about else f"**{part.name}**"]
         for i, table in enumerate(part.tables):
             lines += ["", *_table(table)]
             if not i and part.sentences:
-                lines += ["", *[f"- {said}" for said, _ in part.sentences]]
+                lines += ["", *[f"- {text}" for text, _ in part.sentences]]
     for table in view.tables:
         lines += ["", *_table(table)]
-    for said in view.legend:
-        lines += ["", said]
-    lines += ["", *[f"- {said}" for said in view.findings], *[f"- Note: {said}" for said in view.warnings]]
+    for text in view.legend:
+        lines += ["", text]
+    lines += ["", *[f"- {text}" for text in view.findings], *[f"- Note: {text}" for text in view.warnings]]
     for title, command in view.commands:
         lines += ["", f"{title}:", "", f"    {command}"]
     return "\n".join(lines).rstrip() + "\n"

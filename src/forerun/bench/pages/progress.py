@@ -50,9 +50,9 @@ class Course:
         if not self.doing_what:
             return f"{self.total} batches to measure"
         left = f", about {duration(self.left_s)} left" if self.left_s is not None and self.done < self.total else ""
-        said = f"{self.done} of {self.total} batches{left}: {self.doing_what}" if self.total else self.doing_what
+        text = f"{self.done} of {self.total} batches{left}: {self.doing_what}" if self.total else self.doing_what
         speeds = ", ".join(f"{name} {speed}" for name, speed in self._speeds.items())
-        return said + (f" (tokens/s: {speeds})" if speeds else "")
+        return text + (f" (tokens/s: {speeds})" if speeds else "")
 
     def planned(self, steps: Sequence[Step]) -> None:
         """As in run.Watcher."""
@@ -138,9 +138,9 @@ def watcher(console: Console) -> Iterator[Course]:
         task = bar.add_task("", total=None)
 
         def show(course: Course) -> None:
-            said = course.line().partition(": ")[2] if course.total else course.doing_what
+            text = course.line().partition(": ")[2] if course.total else course.doing_what
             left = "" if course.left_s is None else f"about {duration(course.left_s)} left, "
-            bar.update(task, description=left + said, total=course.total or None, completed=course.done)
+            bar.update(task, description=left + text, total=course.total or None, completed=course.done)
 
         yield Course(show)
 

@@ -69,8 +69,6 @@ def view(record: Record) -> View:
         answer=answer,
         leads=arms,
         context=words.title(record),
-        title="Speed-up over plain decoding",
-        about=words.verdicts_about(record),
         parts=[_part(record, task, here, axis) for task in s.tasks if (here := [c for c in every if c.task == task])],
         tables=charts.costs(record)[1],
         sections=charts.sections(record, every),
@@ -80,6 +78,7 @@ def view(record: Record) -> View:
         legend=LEGEND,
         settings=_settings(record),
         commands=[("Repeat it", words.command(record))],
+        control=s.control,
     )
 
 
@@ -89,7 +88,7 @@ def _part(record: Record, task: str, here: Sequence[Cell], axis: Any) -> Part:
         task,
         words.about(task),
         [Rows("", [_verdict(c, record) for c in here if c.verdict is not None], axis)],
-        [(said, c.verdict) for c in here if (said := words.sentence(c, record)) is not None],
+        [(text, c.verdict) for c in here if (text := words.sentence(c, record)) is not None],
         [table(f"{task}: speed and drafting", FIGURES, here, groups), table(f"{task}: waiting", WAITING, here, groups)],
     )
 

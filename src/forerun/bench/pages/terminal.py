@@ -24,8 +24,8 @@ def terminal(view: View, width: int) -> Iterator[RenderableType]:
     """What is printed on a terminal of that many columns, from top to bottom."""
     yield Text(view.heading)
     yield Text(f"{view.answer}.", style="bold")
-    for arm, said in view.leads:
-        yield Text(f"{arm}: {said}." if arm else said)
+    for arm, text in view.leads:
+        yield Text(f"{arm}: {text}." if arm else text)
     if view.context:
         yield Text(view.context)
     for part in view.parts:
@@ -36,14 +36,14 @@ def terminal(view: View, width: int) -> Iterator[RenderableType]:
                 yield Text()
             yield _table(table, width)
             if not i:
-                yield from (Text(said, style=STYLE[call] if call else "") for said, call in part.sentences)
+                yield from (Text(text, style=STYLE[call] if call else "") for text, call in part.sentences)
     for table in view.tables:
         yield Text()
         yield _table(table, width)
     yield Text()
-    yield from (Text(said) for said in view.findings)
-    yield from (Text(said, style="dim") for said in view.legend)
-    yield from (Text(f"Note: {said}", style="yellow") for said in view.warnings)
+    yield from (Text(text) for text in view.findings)
+    yield from (Text(text, style="dim") for text in view.legend)
+    yield from (Text(f"Note: {text}", style="yellow") for text in view.warnings)
 
 
 def _table(table: Table, width: int) -> RichTable:

@@ -87,13 +87,13 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a chart: name, drawing, figure. said: the drawing in words. histogram: shares of 0, 1, 2, ... in place of marks,
-    in the colour of arm number `arm`. call: a verdict, written as `word`. spread and under: small print below figure and
-    name. why: a sentence below the row. Without a drawing the row is a heading."""
+    """A row of a chart: name, drawing, figure. alt: the alternative text of the drawing. histogram: shares of 0, 1, 2, ... in
+    place of marks, in the colour of arm number `arm`. call: a verdict, written as `word`. spread and under: small print below
+    figure and name. why: a sentence below the row. Without a drawing the row is a heading."""
 
     name: str
     figure: str = ""
-    said: str = ""
+    alt: str = ""
     marks: Sequence[Mark] = ()
     histogram: Sequence[float] = ()
     arm: int = 0
@@ -124,14 +124,14 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Values over evenly spaced places. said: the same in words. reference: a value marked across the plot. cuts: the places
+    """Values over evenly spaced places. alt: its alternative text. reference: a value marked across the plot. cuts: the places
     that no line leads to from the place before."""
 
     caption: str
     series: Sequence[Series]
     places: Sequence[str]
     axis: Axis
-    said: str
+    alt: str
     reference: float | None = None
     cuts: Sequence[int] = ()
 
@@ -173,7 +173,8 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class View:
     """A whole report. heading: what it is about. answer: its result, a sentence without its full stop. leads: what there is to
-    add, each with the arm it is about (or empty). context: how it was measured. title, about: of the verdicts.
+    add, each with the arm it is about (or empty). context: how it was measured. control: the arm that is the baseline again.
+    compares: it is about two runs.
 
     tables: figures that belong to no task. sections: charts, for a page. identity: tables on equal answers, for a page.
     findings: of the test of sampled answers. warnings: what could mislead. legend: the meaning of columns. settings: for a
@@ -183,8 +184,6 @@ class View:
     heading: str
     answer: str
     leads: Sequence[tuple[str, str]]
-    title: str
-    about: str
     parts: Sequence[Part]
     warnings: Sequence[str]
     commands: Sequence[tuple[str, str]]
@@ -195,3 +194,5 @@ class View:
     findings: Sequence[str] = ()
     legend: Sequence[str] = ()
     settings: Sequence[tuple[str, str]] = ()
+    control: str | None = None
+    compares: bool = False

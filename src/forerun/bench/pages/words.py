@@ -146,20 +146,6 @@ def long_wait(seconds: float, plan_loads: Sequence[Load]) -> str | None:
 # whether speculation pays
 
 
-def verdicts_about(record: Record) -> str:
-    """What the speed-ups of a page compare."""
-    closed, opened = "output tokens a second", "output tokens a second as a request sees them, waiting included"
-    kinds = {load.kind == "concurrency" for load in record.settings.loads}
-    both = f"{closed} (where requests arrive by the clock: {opened})"
-    speed = both if len(kinds) == 2 else closed if True in kinds else opened
-    control = record.settings.control
-    return (
-        f"Ratio of {speed}, with its 95 % interval. The dashed line is the baseline's speed; to the right of it is faster. All "
-        "arms got the same prompts, in alternation."
-        + (f" {control} is the baseline against itself, which shows the noise of this machine." if control else "")
-    )
-
-
 def times(ratio: Ratio) -> str:
     """1.64 times the baseline's speed (1.60 to 1.68)."""
     return f"{ratio.mean:.2f} times the baseline's speed" + (f" ({between(ratio)})" if between(ratio) else "")
@@ -169,14 +155,14 @@ def sentence(cell: Cell, record: Record) -> str | None:
     """Whether speculation pays in this cell, and why. None for the arms that do not speculate."""
     if cell.verdict is None or cell.arm == record.settings.control:
         return None
-    said, r = f"{place(cell.task, cell.load, record)}, {cell.arm}: {CALLS[cell.verdict]}", cell.speedup
+    text, r = f"{place(cell.task, cell.load, record)}, {cell.arm}: {CALLS[cell.verdict]}", cell.speedup
     if r is None:
-        return f"{said}. {reason(cell, record)}"
+        return f"{text}. {reason(cell, record)}"
     if cell.verdict == "not enough data":
-        said += f": {times(r)} over {count(r.pairs, 'pair')}."
+        text += f": {times(r)} over {count(r.pairs, 'pair')}."
     else:
-        said += f", {times(r)}{' as a request sees it' if cell.load.kind != 'concurrency' else ''}."
-    return f"{said} {reason(cell, record)}".rstrip()
+        text += f", {times(r)}{' as a request sees it' if cell.load.kind != 'concurrency' else ''}."
+    return f"{text} {reason(cell, record)}".rstrip()
 
 
 def reason(cell: Cell, record: Record) -> str:
@@ -216,9 +202,9 @@ def failed(failures: int, requests: int, reasons: list[tuple[str, int]]) -> str:
 def _because(reasons: list[tuple[str, int]]) -> str:
     if not reasons:
         return ""
-    said = [reason.rstrip(".") + (f" ({n} times)" if len(reasons) > 1 else "") for reason, n in reasons[:REASONS]]
+    text = [reason.rstrip(".") + (f" ({n} times)" if len(reasons) > 1 else "") for reason, n in reasons[:REASONS]]
     more = sum(n for _, n in reasons[REASONS:])
-    return ": " + "; ".join(said) + (f"; and {more} others" if more else "")
+    return ": " + "; ".join(text) + (f"; and {more} others" if more else "")
 
 
 def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
@@ -248,7 +234,7 @@ def headline(record: Record) -> tuple[str, list[tuple[str, str]]]:
 
 def _places(of_arm: list[Cell], record: Record) -> str:
     """The places of each verdict. A task with the same verdict under every load is named once, with the range of its ratios."""
-    said = []
+    text = []
     for call, words in ON.items():
         names = []
         for task in record.settings.tasks:
@@ -257,8 +243,8 @@ def _places(of_arm: list[Cell], record: Record) -> str:
             whole = len({c.verdict for c in of_task}) == 1
             names += [_name(alike, call, record) for alike in ([here] if whole else [[c] for c in here]) if alike]
         if names:
-            said.append(f"{words} {listed(names)}")
-    return "; ".join(said)
+            text.append(f"{words} {listed(names)}")
+    return "; ".join(text)
 
 
 def _name(alike: list[Cell], call: Call, record: Record) -> str:
@@ -289,7 +275,7 @@ def warnings(record: Record) -> list[str]:
     s, every = record.settings, cells(record)
     found = [*record.given_up, *record.notes, *_of_run(record)]
     for cell in every:
-        found += [f"{place(cell.task, cell.load, record)}, {cell.arm}: {said}" for said in _of_cell(cell)]
+        found += [f"{place(cell.task, cell.load, record)}, {cell.arm}: {text}" for text in _of_cell(cell)]
     found += _noted(record)
     for task in s.tasks:
         own = TASKS[task].temperature if task in TASKS else 0.0
@@ -312,7 +298,7 @@ def warnings(record: Record) -> list[str]:
         if caution and any(c.task == task for c in every):
             found.append(f"{task}: {caution}.")
     found += _unequal(record)
-    found += [said for arm in s.arms if (said := _departures(record, arm.name)) is not None]
+    found += [text for arm in s.arms if (text := _departures(record, arm.name)) is not None]
     return found + [drawn(d) for d in draws(record) if d.comparison.finding == "different"]
 
 
@@ -354,7 +340,7 @@ def _noted(record: Record) -> list[str]:
     """Each note of measured batches with its number of batches, and each kind of note of their answers with its number."""
     measured = [b for b in record.batches if not b.warmup]
     notes = Counter(f"{place(b.task, b.load, record)}, {b.arm}: {note}" for b in measured for note in b.notes)
-    found = [said + (f" ({n} batches)" if n > 1 else "") for said, n in notes.items()]
+    found = [text + (f" ({n} batches)" if n > 1 else "") for text, n in notes.items()]
     for arm in record.settings.arms:
         answers = [a for b in measured if b.arm == arm.name for a in b.answers]
         kinds = counted(note for a in answers for note in a.notes)
@@ -379,8 +365,8 @@ def _unequal(record: Record) -> list[str]:
         ours, theirs = arm.facts.scheduler, first.facts.scheduler if first.facts else {}
         for key in dict.fromkeys([*theirs, *ours]) if first.facts else ():
             if ours.get(key) != theirs.get(key):
-                said = [of.get(key, "not reported") for of in (ours, theirs)]
-                facts.append(differs(arm.name, f"{key} ", *said))
+                text = [of.get(key, "not reported") for of in (ours, theirs)]
+                facts.append(differs(arm.name, f"{key} ", *text))
     return found + facts
 
 
@@ -392,12 +378,12 @@ def _departures(record: Record, arm: str) -> str | None:
     gaps = [d.gap for d in of_arm if d.gap is not None]
     near = sum(gap <= NEAR_TIE for gap in gaps)
     places = ", ".join([_where(d, record) for d in of_arm[:4]] + ["…"] * (len(of_arm) > 4))
-    said = f"{arm}: {count(len(of_arm), 'greedy answer')} left the baseline's ({places})."
+    text = f"{arm}: {count(len(of_arm), 'greedy answer')} left the baseline's ({places})."
     if near:
-        said += f" {near} at a near-tie, where a verify step's different order of summing decides."
+        text += f" {near} at a near-tie, where a verify step's different order of summing decides."
     if len(gaps) > near:
-        said += f" {len(gaps) - near} where the model was sure: that is a fault to report, with the record attached."
-    return said
+        text += f" {len(gaps) - near} where the model was sure: that is a fault to report, with the record attached."
+    return text
 
 
 def _where(d: Difference, record: Record) -> str:

@@ -19,7 +19,7 @@ Call = Literal["faster", "slower", "no difference", "not enough data"]
 CONFIDENCE = 0.95
 MINIMUM_PAIRS = 4  # with fewer, Student's t is wide and the spread poorly known, so no verdict is given
 MARGIN = 0.01  # a change of 1 % or less is not worth a setting
-RESOLUTION = 0.05  # "no difference" is said only where a difference of 5 % would have been seen
+RESOLUTION = 0.05  # "no difference" is the verdict only where a difference of 5 % would have been seen
 
 
 @dataclass(frozen=True, slots=True)

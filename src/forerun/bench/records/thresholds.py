@@ -93,12 +93,12 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A threshold on one cell or arm. said: its figure, or why there is none."""
+    """A threshold on one cell or arm. detail: its figure, or why there is none."""
 
     threshold: Threshold
     where: str
     passed: bool
-    said: str
+    detail: str
 
 
 def parse(texts: Sequence[str]) -> tuple[Threshold, ...]:
@@ -154,7 +154,7 @@ def check(thresholds: Sequence[Threshold], record: Record) -> list[Check]:
         found += made or [Check(t, "nowhere", False, "no cell of the run has this figure")]
         if not record.finished:
             found.append(Check(t, "the run", False, "it was interrupted"))
-        found += [Check(t, "the run", False, said) for said in record.given_up]
+        found += [Check(t, "the run", False, reason) for reason in record.given_up]
     return found
 
 
@@ -167,8 +167,8 @@ def _of_cells(t: Threshold, record: Record, every: Sequence[Cell]) -> list[Check
             continue
         where = ", ".join([cell.task, *([cell.load.label] if len(record.settings.loads) > 1 else []), cell.arm])
         figure = metric.of(cell)
-        said = metric.unless if figure is None else _said(t.metric, figure, cell)
-        found.append(Check(t, where, figure is not None and t.holds(figure), said))
+        detail = metric.unless if figure is None else _written(t.metric, figure, cell)
+        found.append(Check(t, where, figure is not None and t.holds(figure), detail))
     return found
 
 
@@ -192,7 +192,7 @@ def _applies(t: Threshold, arm: str, record: Record, every: bool) -> bool:
     return every or arm not in (record.settings.reference, record.settings.control)
 
 
-def _said(metric: str, figure: float | str, cell: Cell) -> str:
+def _written(metric: str, figure: float | str, cell: Cell) -> str:
     if metric == "identical" and cell.identical:
         return f"{cell.identical[0]} of {cell.identical[1]}"
     if metric.startswith("speedup"):
@@ -204,4 +204,4 @@ def _said(metric: str, figure: float | str, cell: Cell) -> str:
 
 def line(c: Check) -> str:
     """pass or FAIL, and the figure."""
-    return f"{'pass' if c.passed else 'FAIL'}  {c.threshold.text}: {c.where}: {c.said}"
+    return f"{'pass' if c.passed else 'FAIL'}  {c.threshold.text}: {c.where}: {c.detail}"
