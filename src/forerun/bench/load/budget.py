@@ -1,5 +1,5 @@
-"""How long a run will take, by a short measurement of the baseline, and which smaller run fits a time budget. Knows plans and
-seconds; what becomes of a drafter's drafts is not known before, so every arm is taken to be as slow as plain decoding.
+"""The time that a run will take, estimated from a short measurement of the baseline, and a smaller run that fits a time budget.
+Every arm is assumed to be as slow as plain decoding, since a drafter's acceptance is not known in advance.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from forerun.bench.load.plan import Plan, Step, arrivals_of, steps_of
 from forerun.bench.workloads.tasks import Prompt, Task
 
 DEFAULT_MINUTES = 4.0
-TOKENS = 16  # that the measurement decodes
-BATCHED = 0.05  # of a step's time, for each further request in it: a guess between a GPU's and a CPU's
+TOKENS = 16  # output tokens of a request that measures the pace
+BATCHED = 0.05  # added share of a step's time for each further request in it: a guess between a GPU and a CPU
 SMALLER = (
     (6, 128, 4), (5, 96, 4), (5, 64, 4), (4, 64, 4), (4, 48, 4), (4, 48, 3), (4, 48, 2), (4, 32, 2),
 )  # fmt: skip
-"""Repetitions, output tokens and tasks of ever smaller runs. Below 4 repetitions there is no verdict, and answers of less than
-16 tokens are mostly prompt."""
+"""Repetitions, output tokens and tasks of smaller and smaller runs. There is no verdict below 4 repetitions. Short answers
+measure mostly the prompt."""
 
 KEPT = ("copy", "explain", "return-code", "edit-code")
-"""The tasks from the one that stays longest: first the best case of drafting from the prompt and the worst."""
+"""The tasks that are kept, the most important first: the best and the worst case of drafting from the prompt lead."""
 
 
 class Pace(NamedTuple):
-    """Of plain decoding, one request at a time: seconds for a character of a prompt, and of a step."""
+    """Plain decoding of one request: seconds for each character of the prompt, and for each step."""
 
     prompt_s: float
     step_s: float
@@ -40,19 +40,18 @@ class Pace(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """There is no pace, and why."""
+    """The pace could not be measured, and why."""
 
     reason: str
 
 
 async def pace_of(plan: Plan, subject: Subject, clock: Callable[[], float]) -> Pace | Failed:
-    """From two requests to the baseline, of which the first pays for what is only slow once. Raises SettingError if it does not
-    come up."""
+    """From two requests to the baseline; the first one is a warm-up. Raises SettingError if the baseline does not start."""
     side, task = subject.sides[0], plan.tasks[0]
     await subject.up(side)
     prompt, answer = task.prompt(task.variants - 1), None
-    for turn in range(2):
-        ask = ask_of(plan, subject, task, prompt, 0, False, f"pace {turn}")
+    for attempt in range(2):
+        ask = ask_of(plan, subject, task, prompt, 0, False, f"pace {attempt}")
         ask = dataclasses.replace(ask, max_tokens=max(2, min(ask.max_tokens, TOKENS)))
         await side.fresh()
         begin = clock()
@@ -65,13 +64,13 @@ async def pace_of(plan: Plan, subject: Subject, clock: Callable[[], float]) -> P
 
 
 def _characters(prompt: Prompt) -> int:
-    if prompt.messages is not None:
-        return sum(len(str(message.get("content", ""))) for message in prompt.messages)
-    return len(prompt.message or prompt.text or "") or 4 * prompt.random_ids
+    if prompt.conversation is not None:
+        return sum(len(str(message.get("content", ""))) for message in prompt.conversation)
+    return len(prompt.text or "") or 4 * prompt.random_ids
 
 
 def seconds_of(plan: Plan, pace: Pace) -> Callable[[Step], float]:
-    """How long each batch takes, about, and mostly less."""
+    """The estimated seconds of each batch, which are mostly too many."""
     lengths = {task.name: _characters(task.prompt(0)) for task in plan.tasks}
 
     def seconds(step: Step) -> float:
@@ -88,13 +87,13 @@ def seconds_of(plan: Plan, pace: Pace) -> Callable[[Step], float]:
 
 
 def estimate(plan: Plan, pace: Pace, sides: int, together: bool) -> float:
-    """Seconds of the whole plan, without starting engines."""
+    """The estimated seconds of the plan, without the start of engines."""
     return sum(map(seconds_of(plan, pace), steps_of(plan, sides, together)))
 
 
 def fitted(plan: Plan, pace: Pace, sides: int, together: bool, seconds: float, may: Collection[str]) -> Plan:
-    """The largest run that is no larger than the plan and takes at most so many seconds, or the smallest there is. may: what of
-    repetitions, max_tokens and tasks may become smaller."""
+    """The plan, or the largest smaller plan that takes at most `seconds`, or the smallest one. may: which of repetitions,
+    max_tokens and tasks may be reduced."""
     smaller = plan
     if estimate(plan, pace, sides, together) <= seconds:
         return plan
@@ -111,13 +110,13 @@ def fitted(plan: Plan, pace: Pace, sides: int, together: bool, seconds: float, m
 
 
 def _kept(tasks: Sequence[Task], count: int) -> tuple[Task, ...]:
-    """So many of them, in their order."""
+    """This many of the tasks, in their order."""
     ranked = sorted(tasks, key=lambda task: KEPT.index(task.name) if task.name in KEPT else len(KEPT))
     return tuple(task for task in tasks if task in ranked[:count])
 
 
 def said(plan: Plan, smaller: Plan, pace: Pace, sides: int, together: bool, seconds: float | None) -> str:
-    """What to expect, before it begins."""
+    """What is printed before the run: its estimated time, and how it was reduced."""
     takes = estimate(smaller, pace, sides, together)
     per_prompt = pace.prompt_s * _characters(smaller.tasks[0].prompt(0))
     speed = f"plain decoding makes {pace.tokens_per_s:.0f} tokens/s here, and a prompt takes {per_prompt:.1f} s"

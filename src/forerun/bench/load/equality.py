@@ -1,5 +1,5 @@
-"""Whether the arms answer alike: greedy answers against the baseline's, and what is drawn first at temperature 1. Asks for more
-answers where that is needed; draws no conclusion.
+"""Whether the arms give the same answers: greedy answers compared with the baseline's, and first tokens sampled at
+temperature 1. Sends requests of its own where they are needed; draws no conclusion.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from forerun.bench.workloads.tasks import Prompt, Task, coin_tosses
 
 
 def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The first position at which they differ; the shorter one's length if it is a prefix of the other."""
+    """The first position at which two sequences differ; the length of the shorter one if it is a prefix of the other."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 async def differences(
     plan: Plan, subject: Subject, batches: Sequence[Batch], clock: Callable[[], float]
 ) -> AsyncIterator[Difference]:
-    """Where greedy answers left the baseline's, token by token where both sides give ids, else character by character. The
-    baseline answers those prompts once more with logprobs, so that its margin there is known; the timed runs carry none."""
+    """The greedy answers that differ from the baseline's, compared by tokens where both have ids, else by characters. The
+    baseline answers these prompts again with logprobs, which timed requests do not have, to learn its margin at the
+    difference."""
     tasks = {task.name: task for task in plan.tasks}
     reference = {(b.task, b.load, b.repetition): b for b in batches if b.arm == BASELINE and not b.warmup}
     for batch in batches:
@@ -54,8 +55,7 @@ async def _gap(
     plan: Plan, subject: Subject, task: Task, prompt: Prompt, expected: Answer, position: int, by_token: bool,
     clock: Callable[[], float],
 ) -> float | None:  # fmt: skip
-    """By how much the baseline preferred its token there to the next best; None if it answers differently this time, or gives
-    no logprobs."""
+    """The baseline's margin at this position; None if it answers differently this time or gives no logprobs."""
     side = subject.sides[0]
     await subject.up(side)
     ask = ask_of(plan, subject, task, prompt, 0, False, "gap")
@@ -80,8 +80,9 @@ async def _gap(
 
 
 async def draws(plan: Plan, subject: Subject, clock: Callable[[], float]) -> AsyncIterator[FirstTokens]:
-    """What every arm draws first behind the same prompts at temperature 1: the first token, which no draft was made for, and
-    the second, which is verified, together as one. The seeds of two arms differ, so that their draws are independent."""
+    """The first two tokens of many samples of each arm, after the same prompts at temperature 1. The first token has no
+    draft, the second is verified; the pair counts as one draw. The arms have different seeds, so that their draws are
+    independent."""
     for index, side in enumerate(subject.sides if plan.samples else ()):
         await subject.up(side)
         for prompt in coin_tosses():
@@ -97,6 +98,6 @@ async def draws(plan: Plan, subject: Subject, clock: Callable[[], float]) -> Asy
 
 
 def margin_at(one: TokenLogprob) -> float | None:
-    """The chosen token's log-probability less the best other's; None if no other was reported."""
+    """The log-probability of the chosen token minus that of the best other token; None if no other was reported."""
     others = [value for token, value in one.top if token != one.token]
     return one.logprob - max(others) if others else None

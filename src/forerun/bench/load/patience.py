@@ -1,7 +1,5 @@
-"""When to stop asking an arm that does not answer. Knows how requests ended, not what was asked.
-
-What cannot be had is given up early, since each further request may cost a whole time-out; what failed for reasons of its own,
-such as one prompt that is too long, is not.
+"""When to give up on an arm that does not answer, since each further request may cost a whole time-out. Knows how requests
+ended, and not what they asked.
 """
 
 from __future__ import annotations
@@ -12,27 +10,27 @@ IN_A_ROW = 3
 
 
 class Patience:
-    """Of one arm, over a whole run. A cell (a task under a load) is given up when `most` requests in a row failed for the same
-    reason and none of it has succeeded. The arm is given up when `most` requests in a row were not answered at all, or all of
-    its first batch."""
+    """The failures of one arm during a run. A cell (a task under a load) is given up when `most` requests in a row failed for
+    the same reason and none of the cell has succeeded. The arm is given up when `most` requests in a row had no answer, or
+    all of its first batch. Requests that fail for different reasons, such as one prompt that is too long, give nothing up."""
 
     def __init__(self, most: int = IN_A_ROW) -> None:
         self._most = most
         self._arm: str | None = None
         self._cells: dict[Hashable, str] = {}
         self._cell: Hashable = None
-        self._answered = False  # by the arm, be it with an error
+        self._answered = False  # at least once, perhaps with an error
         self._succeeded: set[Hashable] = set()
         self._alike: tuple[str, int] = ("", 0)
         self._silent = 0
 
     def enter(self, cell: Hashable) -> None:
-        """The requests from here on belong to this cell."""
+        """The next requests belong to this cell."""
         if cell != self._cell:
             self._cell, self._alike = cell, ("", 0)
 
     def saw(self, failure: str | None, unanswered: bool = False) -> None:
-        """A request ended; failure None: as it should."""
+        """A request ended. failure: why it failed, None if it did not."""
         self._silent = self._silent + 1 if unanswered else 0
         self._answered = self._answered or not unanswered
         if failure is None:
@@ -52,5 +50,5 @@ class Patience:
 
     @property
     def lost(self) -> str | None:
-        """Why nothing more is to be asked in the cell that was entered; None: go on."""
+        """Why the present cell or the arm was given up; None: it was not."""
         return self._arm or self._cells.get(self._cell)

@@ -1,4 +1,4 @@
-"""What a run does: which tasks under which loads, how often, in which order, with which prompts. Measures nothing."""
+"""The plan of a run: its tasks and loads, how often and in which order they are measured, and with which prompts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SPEED = Number(1e-4, 1e6, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run. tasks, loads: every one with every other. repetitions: measured batches of each cell, after `warmups`
-    unmeasured ones of at most warmup_tokens. control: measure the baseline a second time as an arm of its own. trace: when
-    the requests of a trace load are due, in seconds. samples: so many draws from each arm and prompt for the test that all draw
-    alike. Raises SettingError."""
+    """Each task is measured under each load. repetitions: measured batches of each cell, after `warmups` batches of at most
+    warmup_tokens that do not count. control: the baseline is measured a second time, as the last arm. trace: the times of a
+    trace load's requests in seconds. samples: draws from each arm and prompt, for the test of their distributions. Raises
+    SettingError."""
 
     tasks: tuple[Task, ...]
     loads: tuple[Load, ...] = (Load(),)
@@ -53,7 +53,7 @@ class Plan:
             self._enough(task)
 
     def _enough(self, task: Task) -> None:
-        """Raise SettingError if the task has fewer different prompts than the run needs."""
+        """Raises SettingError if the task has fewer different prompts than the run needs."""
         each = sum(load.requests for load in self.loads)
         needed, there, most = self.prompts_needed, task.variants, task.variants // each - self.warmups
         why = f"with {self.warmups} warm-ups and {each} requests a round that is {needed} prompts of the task {task.name}, "
@@ -69,17 +69,18 @@ class Plan:
 
     @property
     def prompts_needed(self) -> int:
-        """Different prompts of each task: no batch repeats one of another, or the prefix cache would answer."""
+        """The number of different prompts of each task. No prompt comes twice, since it would be found in the prefix cache."""
         return self.rounds * sum(load.requests for load in self.loads)
 
     def first_variant(self, load: Load, round_: int) -> int:
-        """The number of the first prompt of a batch."""
+        """The variant of the first prompt of a batch."""
         before = self.loads.index(load)
         return self.rounds * sum(one.requests for one in self.loads[:before]) + round_ * load.requests
 
 
 class Step(NamedTuple):
-    """One batch to come. side: its index. visit: servers that take turns are visited twice, and warmed up in each visit."""
+    """One batch of the plan. side: its index. visit: 0 or 1; sides that are not up together are visited twice, with warm-ups
+    in each visit."""
 
     task: Task
     load: Load
@@ -90,22 +91,22 @@ class Step(NamedTuple):
 
 
 Done = tuple[str, Load, int, int]
-"""A measured batch by its task's name, its load, round and side."""
+"""A measured batch: the name of its task, its load, round and side."""
 
 
 def order_of(sides: int, repetition: int) -> list[int]:
-    """In which order the sides run: A B C, then C B A, so that a slow drift of the machine favours none of them."""
+    """The order of the sides: A B C, then C B A, so that a slow drift of the machine favours none of them."""
     forward = list(range(sides))
     return forward if repetition % 2 == 0 else forward[::-1]
 
 
 def steps_of(plan: Plan, sides: int, together: bool) -> Iterator[Step]:
-    """All of them, in their order. together: all sides are up at once."""
+    """All batches in their order. together: all sides are up at once."""
     return interleaved(plan, sides) if together else in_turns(plan, sides)
 
 
 def interleaved(plan: Plan, sides: int) -> Iterator[Step]:
-    """All sides up together: A B C, then C B A, within each task and load."""
+    """For sides that are up together: A B C, then C B A, within each task and load."""
     for task in plan.tasks:
         for load in plan.loads:
             for round_ in range(plan.rounds):
@@ -114,7 +115,7 @@ def interleaved(plan: Plan, sides: int) -> Iterator[Step]:
 
 
 def in_turns(plan: Plan, sides: int) -> Iterator[Step]:
-    """One side up at a time: A B C, then C B A, each visit half of the repetitions of everything, after warm-ups of its own."""
+    """For sides that are up one at a time: A B C, then C B A. Each visit has half of the repetitions, after warm-ups."""
     half = (plan.repetitions + 1) // 2
     halves = (range(plan.warmups, plan.warmups + half), range(plan.warmups + half, plan.rounds))
     for visit, rounds in enumerate(halves):
@@ -126,7 +127,7 @@ def in_turns(plan: Plan, sides: int) -> Iterator[Step]:
 
 
 def missing(steps: Iterable[Step], done: Collection[Done]) -> list[Step]:
-    """Those that are still to be measured, each group of them behind its warm-ups."""
+    """The batches that are not done, with the warm-ups of each group that has some."""
 
     def group(step: Step) -> tuple[int, str, Load, int]:
         return step.visit, step.task.name, step.load, step.side
@@ -140,14 +141,14 @@ def missing(steps: Iterable[Step], done: Collection[Done]) -> list[Step]:
 
 
 def arrivals_of(plan: Plan, load: Load, round_: int) -> list[float] | None:
-    """When the requests of a batch are due, as in load.arrivals; the times of a trace count from the batch's first request."""
+    """The times of a batch's requests, as in `arrivals`. Those of a trace count from the batch's first request."""
     first = plan.first_variant(load, round_)
     window = plan.trace[first : first + load.requests]
     return arrivals(load, plan.seed + round_, [at - window[0] for at in window])
 
 
 def scheduled_s(plan: Plan, sides: int, together: bool) -> float:
-    """Seconds that the run takes at least, because requests of an open loop are not sent before their times."""
+    """The least seconds of the run: requests of an open loop are not sent before their times."""
     last = {
         (load, round_): due[-1]
         for load in plan.loads
@@ -158,11 +159,10 @@ def scheduled_s(plan: Plan, sides: int, together: bool) -> float:
 
 
 def fingerprint(plan: Plan) -> str:
-    """A hash of all prompts of the plan and of the times of its trace, which two parts of one run have in common."""
+    """A hash of the plan's prompts and of its trace, which must be the same when a run is resumed."""
     digest = hashlib.sha256(repr(plan.trace).encode())
     for task in plan.tasks:
         for variant in range(plan.prompts_needed):
-            digest.update(
-                repr((task.name, task.temperature, task.fixed_length, task.prompt(variant))).encode("utf-8", "replace")
-            )
+            asked = (task.name, task.temperature, task.fixed_length, task.prompt(variant))
+            digest.update(repr(asked).encode("utf-8", "replace"))
     return digest.hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""Sends the requests of a batch as its load says and writes down what came back and when. Knows endpoints and clocks; neither
-what kind of engine answers nor what the figures mean.
+"""Sends the requests of a batch at the times of its load, and records what came back and when. Knows endpoints and clocks, and
+no kind of engine.
 
-Every time counts from when the request was due, not from when it was sent: with a client that falls behind, or a server
-that is full, the wait belongs to the latency. (Leaving it out is known as coordinated omission.)
+All times of a request count from when it was due, not from when it was sent. If the client is late or the server is full, the
+wait is part of the latency. (Leaving it out is known as coordinated omission.)
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from forerun.bench.engines.endpoint import Ask, Endpoint, Piece, RequestFailed
 from forerun.bench.engines.fields import joined, readable
 from forerun.bench.load.patience import Patience
 from forerun.bench.records.record import FINISHED, NOT_COUNTED, Answer, Chunk, Load
 from forerun.bench.records.redaction import hide
-from forerun.types import require
+from forerun.checks import require
 
 FINISHES = {
     "eos": "stop",
@@ -28,12 +29,12 @@ FINISHES = {
     "stop_sequence": "stop",
     "model_length": "length",
     "max_tokens": "length",
-}  # what some servers call the finish reasons of the OpenAI API
+}  # other names of the API's finish reasons, used by some servers
 
 
 def arrivals(load: Load, seed: int, trace: Sequence[float] = ()) -> list[float] | None:
-    """Seconds after the batch's begin at which its requests are due; None: as earlier ones end. Poisson arrivals are drawn
-    from the seed, so that every arm gets the same ones; trace: the recorded seconds, from 0."""
+    """The seconds after the start of the batch at which its requests are due; None for a closed loop. Poisson arrivals are
+    drawn from the seed, so that they are the same for every arm. trace: the recorded times in seconds, from 0."""
     if load.kind == "poisson":
         assert load.rate is not None
         draw, at, times = random.Random(seed), 0.0, []
@@ -55,11 +56,11 @@ async def drive(
     clock: Callable[[], float] = time.perf_counter,
     patience: Patience | None = None,
 ) -> tuple[tuple[Answer, ...], float]:
-    """Send all of them; the answers in their order, and the seconds from the begin to the last one's end. due: when each is to
-    be sent, from `arrivals`; None keeps load.concurrency in flight. Once patience has given up, no further request is sent: the
-    rest count as failed, with that as their reason."""
+    """Send all requests. Returns the answers in the order of the requests, and the seconds until the last answer ended. due:
+    the times from `arrivals`; None: load.concurrency requests are kept in flight. When patience gives up, the requests that
+    are left are not sent and count as failed for that reason."""
     gc.collect()
-    gc.disable()  # a collection would stop every stream for a moment, and its length grows with the samples kept
+    gc.disable()  # a collection stops all streams, for longer the more samples are kept
     try:
         sending = _Sending(endpoint, asks, clock, Patience() if patience is None else patience)
         async with asyncio.TaskGroup() as group:
@@ -78,18 +79,16 @@ async def drive(
 
 
 class _Sending:
-    """A batch as it is sent."""
+    """The state of a batch during sending."""
 
-    def __init__(
-        self, endpoint: Endpoint, asks: Sequence[Ask], clock: Callable[[], float], patience: Patience
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, asks: Sequence[Ask], clock: Callable[[], float], patience: Patience) -> None:
         self._endpoint, self._asks, self._clock, self.patience = endpoint, asks, clock, patience
         self._done: dict[int, Exchange] = {}
         self._not_due: set[asyncio.Task[None]] = set()
         self.begin = clock()
 
     async def one_after_another(self, waiting: Iterator[int]) -> None:
-        """A stream of a closed loop: a request is due when the one before it has ended."""
+        """One of the concurrent loops of a closed loop: a request is due when the one before it has ended."""
         free = self.begin
         for index in waiting:
             if self.patience.lost is not None:
@@ -115,11 +114,11 @@ class _Sending:
         self.patience.saw(what.failure, what.unanswered)
         if self.patience.lost is not None:
             for task in self._not_due:
-                task.cancel()  # those who wait for their time would wait for nothing
+                task.cancel()  # they would wait for their times and then not be sent
             self._not_due.clear()
 
     def exchanges(self, due: Sequence[float] | None) -> list[Exchange]:
-        """What happened to each request; those that were not sent have failed."""
+        """The exchange of each request. Requests that were not sent have failed."""
         found = []
         for index in range(len(self._asks)):
             at = self.begin + (0.0 if due is None else due[index])
@@ -128,8 +127,8 @@ class _Sending:
 
 
 class Exchange(NamedTuple):
-    """What happened to one request, on the clock. failure: why it failed, None if it did not. unanswered: as in
-    RequestFailed."""
+    """One request and what came back. due, sent, end: times of the clock. failure: why it failed, None if it did not.
+    unanswered: as in RequestFailed."""
 
     due: float
     sent: float
@@ -140,8 +139,8 @@ class Exchange(NamedTuple):
 
 
 async def exchange(endpoint: Endpoint, ask: Ask, due: float, clock: Callable[[], float]) -> Exchange:
-    """One request from end to end. Nothing is worked out here: while others still stream, that would delay them. Whatever it
-    makes fail is its failure alone."""
+    """Send one request and collect its pieces. Nothing is computed here, since that would delay the other streams. Every
+    exception is a failure of this request alone."""
     sent = clock()
     pieces: list[Piece] = []
     failure, unanswered = None, False
@@ -156,45 +155,56 @@ async def exchange(endpoint: Endpoint, ask: Ask, due: float, clock: Callable[[],
 
 
 def answer_of(ask: Ask, what: Exchange, begin: float) -> Answer:
-    """What an exchange adds up to, times from when it was due. The end is when the last piece with content or a finish reason
-    came, not when the connection closed. A failure is an answer too, with its reason and no tokens credited."""
+    """The answer in an exchange, with times from when the request was due. Its end is the last piece with content or a finish
+    reason, not the end of the connection. A failed answer has a reason and is credited no tokens."""
     due, sent, end, pieces, failure, _ = what
-    usage = next((p.usage for p in reversed(pieces) if p.usage is not None), None)
-    counts = next((p.counts for p in reversed(pieces) if p.counts is not None), NOT_COUNTED)
-    reason = next((p.finish_reason for p in reversed(pieces) if p.finish_reason is not None), "")
-    prompt_tokens = next((p.prompt_tokens for p in reversed(pieces) if p.prompt_tokens is not None), 0)
-    queued = next((p.queued_s for p in reversed(pieces) if p.queued_s is not None), None)
-    produced = next((p.output_tokens for p in reversed(pieces) if p.output_tokens is not None), None)
-    hidden = next((p.hidden_tokens for p in reversed(pieces) if p.hidden_tokens), 0)
+    chunks, text = _chunks(pieces, due), "".join(p.text for p in pieces)
     ids = tuple(i for p in pieces for i in p.token_ids or ())
-    chunks, said = _chunks(pieces, due), "".join(p.text for p in pieces)
-    text = joined(said)
-    halves = ("the text holds half of a character (a lone surrogate), which is � here",)
-    notes = tuple(dict.fromkeys(note for p in pieces for note in p.notes)) + halves * (text.count("�") > said.count("�"))
-    tokens = len(ids) if produced is None else produced
-    reason = FINISHES.get(reason, reason)
-    if failure is None and reason not in FINISHED:
-        failure = f"it ended with the finish reason {readable(reason, 40)!r}"
-    if failure is None and (not chunks or not tokens):
-        failure = "an answer with nothing in it"
-    failure, notes = hide(failure), hide(notes)  # servers repeat a key that they refuse
-    kept = None if usage is None else dict(usage)
-    if failure is not None:
-        first = chunks[0].at_s if chunks else end - due
-        return Answer(
-            ask.name, prompt_tokens, (), "failed", None, first, end - due, NOT_COUNTED, text, 0, due - begin, sent - due,
-            chunks, failure, kept, 0, notes,
-        )  # fmt: skip
+    usage: Mapping[str, Any] | None = _last(pieces, "usage")
+    reason = _last(pieces, "finish_reason", "")
     last = next((p.at_s for p in reversed(pieces) if p.finish_reason is not None or p.text or p.token_ids), end)
-    return Answer(
-        ask.name, prompt_tokens, ids, reason, queued, chunks[0].at_s, last - due, counts, text, tokens, due - begin, sent - due,
-        chunks, None, kept, hidden, notes,
+    notes = [note for p in pieces for note in p.notes]
+    if (whole := joined(text)).count("�") > text.count("�"):
+        notes.append("the text holds half of a character (a lone surrogate), which is � here")
+    answer = Answer(
+        ask.name,
+        prompt_tokens=_last(pieces, "prompt_tokens", 0),
+        token_ids=ids,
+        finish_reason=FINISHES.get(reason, reason),
+        queued_s=_last(pieces, "queued_s"),
+        ttft_s=chunks[0].at_s if chunks else end - due,
+        e2e_s=last - due,
+        counts=_last(pieces, "counts", NOT_COUNTED),
+        text=whole,
+        output_tokens=_last(pieces, "output_tokens", len(ids)),
+        scheduled_s=due - begin,
+        sent_s=sent - due,
+        chunks=chunks,
+        usage=None if usage is None else dict(usage),
+        hidden_tokens=_last(pieces, "hidden_tokens", 0),
+        notes=hide(tuple(dict.fromkeys(notes))),
+    )
+    if failure is None and answer.finish_reason not in FINISHED:
+        failure = f"it ended with the finish reason {readable(answer.finish_reason, 40)!r}"
+    if failure is None and (not chunks or not answer.tokens):
+        failure = "an answer with nothing in it"
+    if failure is None:
+        return answer
+    return replace(
+        answer, token_ids=(), finish_reason="failed", queued_s=None, e2e_s=end - due, counts=NOT_COUNTED, output_tokens=0,
+        failure=hide(failure),  # servers repeat a key that they refuse
+        hidden_tokens=0,
     )  # fmt: skip
 
 
+def _last(pieces: Sequence[Piece], field: str, default: Any = None) -> Any:
+    """The last value of a field that is not None."""
+    return next((value for p in reversed(pieces) if (value := getattr(p, field)) is not None), default)
+
+
 def _chunks(pieces: Sequence[Piece], due: float) -> tuple[Chunk, ...]:
-    """The pieces with content. Tokens that came without any text before the first text belong to the first chunk with text:
-    until then a user has seen nothing."""
+    """The pieces with content. Tokens that came before the first text belong to the first chunk with text, since a user has
+    seen nothing before it."""
     chunks: list[Chunk] = []
     early = 0
     any_text = any(p.text for p in pieces)
