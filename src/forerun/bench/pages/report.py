@@ -109,7 +109,7 @@ def _verdict(c: Cell, record: Record) -> Row:
 
 
 def _identity(record: Record, every: Sequence[Cell]) -> list[Table]:
-    """How many greedy answers equal the baseline's, and where the others left it."""
+    """How many greedy answers equal the baseline's, and where the others differ."""
     compared = [c for c in every if c.identical is not None]
     if not compared:
         return []
@@ -119,7 +119,7 @@ def _identity(record: Record, every: Sequence[Cell]) -> list[Table]:
     columns = [Column("task", left=True), *map(Column, arms)]
     apart: list[tuple[Difference, str]] = [(d, words.place(d.task, d.load, record)) for d in record.differences]
     tables = [Table("Greedy answers that equal the baseline's", columns, rows)]
-    return tables + ([table("Where others left it", APART, apart)] if apart else [])
+    return tables + ([table("Where the others differ", APART, apart)] if apart else [])
 
 
 def _settings(record: Record) -> list[tuple[str, str]]:

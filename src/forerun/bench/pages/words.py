@@ -291,8 +291,8 @@ def warnings(record: Record) -> list[str]:
             control = noise(record, task, load)
             if control is not None and margin(record, task, load) > UNSTEADY:
                 found.append(
-                    f"{place(task, load, record)}: the baseline against itself came out at {control.mean:.3f}; nothing smaller "
-                    "is called a difference. A quieter machine or more --repetitions narrow it."
+                    f"{place(task, load, record)}: the baseline against itself came out at {control.mean:.3f}; smaller "
+                    "changes do not count. A quieter machine or more --repetitions narrow it."
                 )
         caution = TASKS[task].caution if task in TASKS else None
         if caution and any(c.task == task for c in every):
@@ -316,7 +316,7 @@ def _of_run(record: Record) -> list[str]:
             "again."
         )
     if record.settings.warmups == 0:
-        found.append("there was no warm-up, so the first repetition pays for first-time costs; leave --warmups at 1 or more.")
+        found.append("there was no warm-up, so the first repetition includes first-time costs; leave --warmups at 1 or more.")
     return found
 
 
@@ -371,16 +371,16 @@ def _unequal(record: Record) -> list[str]:
 
 
 def _departures(record: Record, arm: str) -> str | None:
-    """Where greedy answers of an arm left the baseline's, and whether a near-tie explains it."""
+    """Where greedy answers of an arm differ from the baseline's, and whether a near-tie explains it."""
     of_arm = [d for d in record.differences if d.arm == arm]
     if not of_arm:
         return None
     gaps = [d.gap for d in of_arm if d.gap is not None]
     near = sum(gap <= NEAR_TIE for gap in gaps)
     places = ", ".join([_where(d, record) for d in of_arm[:4]] + ["…"] * (len(of_arm) > 4))
-    text = f"{arm}: {count(len(of_arm), 'greedy answer')} left the baseline's ({places})."
+    text = f"{arm}: {count(len(of_arm), 'greedy answer')} not equal to the baseline's ({places})."
     if near:
-        text += f" {near} at a near-tie, where a verify step's different order of summing decides."
+        text += f" {near} at a near-tie, which rounding decides: a verify step sums in another order."
     if len(gaps) > near:
         text += f" {len(gaps) - near} where the model was sure: that is a fault to report, with the record attached."
     return text
