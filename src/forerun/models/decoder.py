@@ -162,7 +162,7 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
     if name != "auto":
         return known[name]
     if device.type == "cpu" and config.dtype != "float32":
-        from forerun.kernels import cpu  # looks for a compiler
+        from forerun.kernels import cpu  # needed on a CPU only
 
         return cpu.best_dtype()[0]
     return known[config.dtype]
@@ -190,6 +190,6 @@ def choose_kernels(dtype: torch.dtype, device: torch.device, hidden: int) -> Ker
         return CudaKernels(device, few=few_tokens(hidden))
     if device.type != "cpu":
         return reference
-    from forerun.kernels import cpu  # looks for a compiler
+    from forerun.kernels import cpu  # needed on a CPU only
 
     return cpu.kernels(dtype)
