@@ -260,7 +260,7 @@ INLINE void finish(const int wide, const float *piece, int64_t dim, void *y) {
         put(wide, y, d, load(piece + LANES + d) / piece[1], (int)(dim - d < LANES ? dim - d : LANES));
 }
 
-typedef struct { int64_t row, begin, end, kv_head, low, high; } Task; /* tokens begin .. end, chunks low .. high */
+typedef struct { int64_t row, begin, end, kv_head, low, high; } Task; /* tokens begin .. end - 1, chunks low .. high - 1 */
 
 INLINE int64_t padded_dim(int64_t dim) { return (dim + 15) & ~(int64_t)15; }
 

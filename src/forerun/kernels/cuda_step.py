@@ -87,7 +87,7 @@ def prepare_kernel(
     live = tl.load(alive + slot)
     if at <= W:
         end = tl.load(length + slot)
-        last = tl.where(at > 0, at - 1, 0)  # of the drafts
+        last = tl.where(at > 0, at - 1, 0)  # the draft that this token is
         token = tl.load(tokens + slot * L + end - 1)
         if at > 0:
             token = tl.load(draft + slot * K + last)

@@ -248,5 +248,5 @@ def _in_hugging_face_cache() -> list[Known]:
 def _whole(folder: Path) -> bool:
     try:
         return not missing_files(folder)
-    except LoadError:  # of the index
+    except LoadError:  # the index is broken
         return False

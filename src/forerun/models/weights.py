@@ -53,10 +53,6 @@ class Matrix(ABC):
         kinds."""
         raise TypeError(f"a matrix of kind {self.kind} is not stored as [rows, columns]; use dense(), or kernels for this kind")
 
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.stored.values())).device
-
     def split(self, counts: tuple[int, ...]) -> Iterator[Self]:
         """Consecutive parts with these numbers of rows, as views."""
         for end, count in zip(accumulate(counts), counts, strict=True):
