@@ -1,9 +1,8 @@
-"""Runs a plan: every task, under every load, on every side, and writes down what happened. Knows in which order and with which
-prompts; what a side is and how requests are sent is known elsewhere, and no conclusion is drawn here.
+"""The runner: measures every task under every load on every side, and makes the record. Draws no conclusion.
 
-Nothing that was measured is lost: the record is handed on after each batch, whatever ends the run. A request that cannot be
-answered is a failed request. A side that has died is brought up again, one that does not answer is given up, and the others go
-on.
+The record is handed on after each batch and when the run ends, for whatever reason, so no measurement is lost. A request
+without a complete answer is a failed request. A side that died is started again. A side that does not answer is given up, and
+the other sides are still measured.
 """
 
 from __future__ import annotations
@@ -41,37 +40,37 @@ from forerun.bench.records.record import (
 )
 from forerun.bench.records.redaction import hide
 from forerun.bench.workloads.tasks import TASKS, Task
+from forerun.checks import SettingError
 from forerun.engine.stats import DraftStats
-from forerun.types import SettingError
 
 LOG = logging.getLogger("forerun")
 
-COUNTERS_SETTLE_S = 2.0  # a server may count a request a moment after its last byte was sent
-TOLERANCE = 0.02  # of the tokens: more than that beyond the client's own count is somebody else's traffic
-RESTARTS = 3  # times that a side which died is brought up again
+COUNTERS_SETTLE_S = 2.0  # seconds that a server's counters may lag behind its answers
+TOLERANCE = 0.02  # share of the client's tokens by which the server's count may differ; a larger count is other traffic
+RESTARTS = 3  # how often a side that died is started again
 
 
 class Watcher(Protocol):
-    """Who follows a run as it goes."""
+    """Follows the progress of a run."""
 
     def planned(self, steps: Sequence[Step]) -> None:
-        """These are to be measured."""
+        """These batches will be measured."""
 
     def doing(self, what: str) -> None:
-        """Something that is no batch and may take a while."""
+        """Work between batches that may take long has begun."""
 
     def began(self, task: str, arm: str, repetition: int, warmup: bool) -> None:
         """A batch is about to be sent."""
 
     def ended(self, batch: Batch) -> None:
-        """It came back."""
+        """The batch was measured."""
 
     def left_out(self, step: Step, why: str) -> None:
-        """It will not be sent."""
+        """This batch will not be measured."""
 
 
 def nothing(record: Record) -> None:
-    """For a caller who waits for the whole record."""
+    """Does not keep a record during the run."""
 
 
 async def measure(
@@ -82,12 +81,12 @@ async def measure(
     earlier: Record | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Record:
-    """Run the plan, or what `earlier`, a record of a part of it, is missing. keep is given the record after each batch and at
-    the end, whatever the end is.
+    """Measure the plan, or the part of it that `earlier`, the record of an interrupted run, does not have. keep: gets the
+    record after each batch and when the run ends, for whatever reason.
 
-    Cancelled (as an interrupt from the keyboard does under asyncio.run), it brings all sides down and returns what was measured
-    until then as unfinished. Raises SettingError if a side does not come up before anything was measured, and whatever else
-    ends a run, after the record was kept.
+    If it is cancelled, as by an interrupt under asyncio.run, it returns an unfinished record of what was measured. Raises
+    SettingError if a side does not start and nothing was measured yet. Raises any other error that ends the run, after the
+    record was kept. All sides are down at the end.
     """
     run = _Run(plan, subject, watcher, earlier, clock)
     finished, ended = False, False
@@ -106,7 +105,7 @@ async def measure(
 
 
 class _Run:
-    """A run under way: what it has measured, and what it has given up."""
+    """The state of a run: what was measured and what was given up."""
 
     def __init__(
         self, plan: Plan, subject: Subject, watcher: Watcher, earlier: Record | None, clock: Callable[[], float]
@@ -124,16 +123,16 @@ class _Run:
         cautions = [f"{task.name}: {task.caution}." for task in plan.tasks if task.caution and task is not TASKS.get(task.name)]
         self.notes: list[str] = [*(earlier.notes if earlier else ()), *subject.notes, *cautions]
         self.patience = [Patience() for _ in subject.sides]
-        self.gone: dict[int, str] = {}  # sides that cannot be brought up again, and why
+        self.gone: dict[int, str] = {}  # the sides that were given up, and why
         self.restarts: dict[int, int] = {}
 
     @property
     def measured(self) -> bool:
-        """Whether this run, or this part of one, has measured anything."""
+        """Whether anything was measured since the run began or was resumed."""
         return len(self.batches) > self.known
 
     async def batches_of(self, keep: Callable[[Record], None]) -> None:
-        """Measure what is missing, a batch after the other."""
+        """Measure the batches that the record does not have."""
         index = {name: i for i, name in enumerate(self.names)}
         done = {
             (b.task, b.load, b.repetition + self.plan.warmups, index[b.arm])
@@ -161,7 +160,7 @@ class _Run:
             keep(self.record(finished=False))
 
     def _note_resumed(self, steps: Sequence[Step]) -> None:
-        """A drafter that learns from earlier answers of its task has lost those from before."""
+        """Note what a resumed run has lost: what drafters remembered of earlier answers, and equal versions."""
         begun = {b.task for b in self.batches if not b.warmup} & {s.task.name for s in steps}
         if begun:
             self.notes.append(
@@ -174,8 +173,8 @@ class _Run:
             self.notes.append(f"versions changed before the run was resumed: {', '.join(changed)}.")
 
     async def _begin(self, task: Task) -> None:
-        """Drafters that remember answers know those of one task only. Where sides are up together, all of them come up before
-        the first batch of a task is sent."""
+        """Drafters that remember answers begin anew with each task. Sides that are up together all start before the task's
+        first batch."""
         for side in self.subject.sides:
             await side.renew()
         if self.subject.together:
@@ -183,7 +182,7 @@ class _Run:
                 await self._up(index)
 
     async def _up(self, index: int) -> str | None:
-        """Have a side up. Why it is not, if it is not; raised if nothing was measured yet."""
+        """Bring a side up. Returns why this failed, None if it did not. Raises the error if nothing was measured yet."""
         side = self.subject.sides[index]
         if index in self.gone:
             return self.gone[index]
@@ -199,14 +198,14 @@ class _Run:
         return self.gone.get(index)
 
     def _give_up(self, index: int, why: str) -> None:
-        """Every index that stands for this side: the control is the baseline's side."""
+        """Give up a side, with all its indices: the control may be the same side as the baseline."""
         for i, side in enumerate(self.subject.sides):
             if side is self.subject.sides[index]:
                 self.gone[i] = why
         self.given_up[f"{self.names[index]} was given up: {hide(why)}"] = None
 
     def _left_out(self, step: Step) -> str | None:
-        """Why a step is not measured. Without the baseline there is nothing to compare with."""
+        """Why a batch is left out, None if it is not: its side or the baseline, to which it would be compared, was given up."""
         for index in dict.fromkeys((step.side, 0)):
             if index in self.gone:
                 return self.gone[index]
@@ -219,7 +218,7 @@ class _Run:
         return None
 
     async def _restart_if_dead(self, step: Step, batch: Batch) -> None:
-        """After a batch with failures: bring down a side that has died, so that it is started again."""
+        """After a batch with failures, bring a side down if it died, so that it is started again."""
         failed, index = next((a for a in batch.answers if a.failed), None), step.side
         side, name = self.subject.sides[index], self.names[index]
         if failed is None or await side.survived():
@@ -231,7 +230,7 @@ class _Run:
             self._give_up(index, f"it died {self.restarts[index]} times, at last with: {failed.reason}")
 
     async def _batch(self, step: Step) -> Batch:
-        """Measured, or failed as a whole with the reason."""
+        """Measure a batch. An error in this program makes all its requests fail, with the error as the reason."""
         asks = asks_of(self.plan, self.subject, step)
         try:
             return await self._sent(step, asks)
@@ -250,8 +249,8 @@ class _Run:
         after = await _settled(side, before, answers)
         times = side.times()
         drafting, notes = judge(answers, before, after, side.arm.settings is not None or bool(side.arm.flags))
-        if after is not None and before is not None and (grown := difference(before, after)) is not None:
-            times = replace(times, cached_tokens=times.cached_tokens + int(grown.cached_tokens or 0))
+        if after is not None and before is not None and (counted := difference(before, after)) is not None:
+            times = replace(times, cached_tokens=times.cached_tokens + int(counted.cached_tokens or 0))
         made = self._as_batch(step, wall, answers)
         return replace(made, times=times, drafting=drafting, before=before, after=after, notes=notes)
 
@@ -261,7 +260,7 @@ class _Run:
         return Batch(step.task.name, arm, repetition, order, step.warmup, wall, answers, TIMES_UNKNOWN, step.load)
 
     async def compare(self) -> None:
-        """Where greedy answers differ, and whether sampled ones are drawn alike."""
+        """Compare greedy answers with the baseline's, and sample first tokens."""
         plan, subject = self.plan, self.subject
         try:
             self.watcher.doing("looking at where greedy answers differ")
@@ -276,14 +275,14 @@ class _Run:
             self.notes.append(f"comparing the answers ended with an error, so a part of that is missing: {hide(said(error))}")
 
     def record(self, finished: bool) -> Record:
-        """What there is by now."""
+        """The record of what was measured so far."""
         plan, subject, earlier = self.plan, self.subject, self.earlier
         arms = tuple(
             ArmRecord(name, _speculation(side), hide(side.settings), side.facts)
             for name, side in zip(self.names, subject.sides, strict=True)
         )
         if earlier is not None:
-            # of a side that has not come up yet there is only what the earlier part says
+            # sides that were not up since the run was resumed are known from the earlier record
             arms = tuple(now if now.facts else then for now, then in zip(arms, earlier.settings.arms, strict=True))
         settings = Settings(
             subject.model,
@@ -321,7 +320,7 @@ class _Run:
 
 
 def _speculation(side: Side) -> dict[str, Any] | None:
-    """What was asked for of its drafter; None if it has none."""
+    """The settings and flags of the side's drafter; None if it has no drafter."""
     settings, flags = side.arm.settings, side.arm.flags
     if settings is None and not flags:
         return None
@@ -329,14 +328,14 @@ def _speculation(side: Side) -> dict[str, Any] | None:
 
 
 def said(error: BaseException) -> str:
-    """An error in a line: its kind and its message. Of a group its first one."""
+    """An error in one line: its type and its message. Of a group, the first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 async def _settled(side: Side, before: ServerCounters | None, answers: Sequence[Answer]) -> ServerCounters | None:
-    """The counters once they have caught up with what was received, or after a while."""
+    """The counters when they include the answers, or after COUNTERS_SETTLE_S."""
     mine, until = sum(a.tokens for a in answers), time.monotonic() + COUNTERS_SETTLE_S
     while True:
         after = await side.endpoint.counters()
@@ -350,22 +349,22 @@ async def _settled(side: Side, before: ServerCounters | None, answers: Sequence[
 def judge(
     answers: Sequence[Answer], before: ServerCounters | None, after: ServerCounters | None, drafts: bool
 ) -> tuple[Counts | None, tuple[str, ...]]:
-    """The drafting counts of a batch, and what makes its counters doubtful. Counts that came with the answers are taken first;
-    the server's counters only where they agree with what this client received.
+    """The drafting counts of a batch, and notes about its counters. Counts that came with the answers are preferred. The
+    server's counters are used only if they agree with the tokens that this client received.
 
-    The counters count steps that had a draft; a step gives one token more than it accepts and the first token comes with the
-    prompt, so all of them together were tokens - requests - accepted.
+    The counters count only steps with a draft. A step gives one token more than it accepts, and the first token of a request
+    comes with its prompt, so the number of verify steps is tokens - requests - accepted.
     """
     good = [a for a in answers if not a.failed]
     known = [a.counts for a in good if a.counts.steps or a.counts.drafted]
-    grown = None if before is None or after is None else difference(before, after)
+    counted = None if before is None or after is None else difference(before, after)
     notes = []
-    if before is not None and after is not None and grown is None:
+    if before is not None and after is not None and counted is None:
         notes.append("the server's counters fell during the batch: it was started anew, or another answered")
     mine = sum(a.tokens for a in good)
     foreign = False
-    if grown is not None and grown.generation_tokens is not None and len(good) == len(answers):
-        theirs = grown.generation_tokens
+    if counted is not None and counted.generation_tokens is not None and len(good) == len(answers):
+        theirs = counted.generation_tokens
         foreign = theirs > mine * (1 + TOLERANCE) + 2
         if foreign:
             notes.append(
@@ -376,16 +375,16 @@ def judge(
             notes.append(f"the server counted {theirs:.0f} tokens of the {mine} that this client received")
     if good and len(known) == len([a for a in good if a.tokens > 1]):
         return total(known), tuple(notes)
-    if not drafts or grown is None or foreign or grown.draft_tokens is None or len(good) < len(answers):
+    if not drafts or counted is None or foreign or counted.draft_tokens is None or len(good) < len(answers):
         return None, tuple(notes)
-    accepted, drafting = int(grown.accepted_tokens or 0), int(grown.drafts or 0)
+    accepted, drafting = int(counted.accepted_tokens or 0), int(counted.drafts or 0)
     steps = max(mine - len(good) - accepted, drafting)
-    at = tuple(int(n) for n in grown.accepted_at)
-    return Counts(steps, drafting, int(grown.draft_tokens), accepted, (), at), tuple(notes)
+    at = tuple(int(n) for n in counted.accepted_at)
+    return Counts(steps, drafting, int(counted.draft_tokens), accepted, (), at), tuple(notes)
 
 
 def total(counts: Sequence[Counts]) -> Counts:
-    """All of them together."""
+    """The sum of the counts."""
     sum_ = DraftStats()
     for c in counts:
         sum_.add(DraftStats(c.steps, c.drafting_steps, c.drafted, c.accepted, list(c.drafted_at), list(c.accepted_at)))
