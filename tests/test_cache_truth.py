@@ -46,7 +46,7 @@ class Device:
                 memory[pages[at // self.size], at % self.size] = text[: at + 1]
 
     def propose(self, slot: int, pages: list[int]) -> None:
-        """As DeviceDraftModel: the last two committed tokens, then each draft but the last is computed."""
+        """As a draft model on the padded layout: the last two committed tokens, then each draft but the last is computed."""
         text, right = self.text[slot], self.rng.randint(0, self.width)
         for i in range(self.width):
             text += (continued(text) + (i >= right) * 100,)
@@ -56,7 +56,7 @@ class Device:
     def run(self, row: PlanRow) -> list[int]:
         """One row's part of a step; the tokens that it reports."""
         sequence = row.sequence
-        slot, pages = sequence.slot, sequence.pages[: sequence.laid]
+        slot, pages = sequence.slot, sequence.pages[: sequence.mapped]
         if not self.alive[slot]:
             return []
         text = self.text[slot]

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from forerun.config import EngineConfig, Speculation
 from forerun.engine import costs
 from forerun.engine.engine import Engine
-from forerun.engine.step import RaggedStep
 from forerun.models.decoder import Target
 from forerun.models.loading import random
 from forerun.models.tokenizer import Detokenizer, Tokenizer
@@ -31,9 +31,9 @@ class Machine:
         self.seconds, self.now = seconds, 0.0
         self.ran: list[int] = []
 
-    def run(self, positions: int) -> None:
+    def run(self, positions: int, context: int = 0) -> None:
         self.ran.append(positions)
-        self.now += self.seconds(positions)
+        self.now += self.seconds(positions) + 1e-5 * context
 
     def clock(self) -> float:
         return self.now
@@ -53,22 +53,23 @@ def kept(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache").glob("step-costs-*"))
 
 
-def costs_of(target: Target, machine: Machine, most: int = 64) -> costs.Points:
-    return costs.step_costs(target, machine.run, most, machine.clock)
+def costs_of(target: Target, machine: Machine, most: int = 64) -> list[costs.Point]:
+    return costs.step_costs(target, machine.run, most, 0, machine.clock)
 
 
 def test_the_best_of_some_rounds_of_each_size() -> None:
     late = iter([0.5])  # the first step of all also warms up
     machine = Machine(lambda n: next(late, slow(n)))
-    points = costs.measure(machine.run, 64, machine.clock)
-    assert points == [(n, pytest.approx(slow(n))) for n in (1, 2, 4, 8, 16, 32, 64)]
-    assert all(machine.ran.count(n) == costs.ROUNDS for n, _ in points)
+    points = costs.measure(machine.run, 64, 100, machine.clock)
+    assert points[:7] == [(n, 0, pytest.approx(slow(n))) for n in (1, 2, 4, 8, 16, 32, 64)]
+    assert points[7:] == [(n, 100, pytest.approx(slow(n) + 1e-3)) for n in (1, 8)]
+    assert all(machine.ran.count(n) == costs.ROUNDS * (1 + (n in (1, 8))) for n, _, _ in points)
 
 
 @pytest.mark.parametrize("most", [2, 3, 7, 8, 9, 50, 64])
 def test_positions_stay_within_what_the_context_allows(most: int) -> None:
     machine = Machine(slow)
-    points = costs.measure(machine.run, most, machine.clock)
+    points = costs.measure(machine.run, most, 0, machine.clock)
     assert len(points) >= 2 and points == sorted(points)
     assert points[0][0] == 1 and most / 2 < points[-1][0] <= most and max(machine.ran) <= most
 
@@ -76,13 +77,24 @@ def test_positions_stay_within_what_the_context_allows(most: int) -> None:
 @pytest.mark.parametrize("each", [0.001, 0.02, 0.1, 0.5, 3.0, 40.0])
 def test_measuring_ends_in_time(each: float) -> None:
     machine = Machine(lambda n: each * (1 + n / 16))
-    points = costs.measure(machine.run, 64, machine.clock)
+    points = costs.measure(machine.run, 64, 0, machine.clock)
     least = each * (1 + 1 / 16) + each * (1 + 8 / 16)  # what has to be known
     longest = each * (1 + 64 / 16)
     assert machine.now <= max(least, costs.LIMIT_S + longest)
-    assert {1, 8} <= {n for n, _ in points}
+    assert {1, 8} <= {point.positions for point in points}
     if each <= 0.02:
-        assert [n for n, _ in points] == [1, 2, 4, 8, 16, 32, 64]
+        assert [point.positions for point in points] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_costs_rise_with_positions_and_context() -> None:
+    bare = [(1, 10.0), (4, 13.0), (8, 12.0), (16, 29.0)]
+    it = costs.Costs([costs.Point(n, 0, s) for n, s in bare])
+    assert it(np.array([1, 2, 4, 6, 8, 12, 32]), 1, 500).tolist() == pytest.approx([10, 11, 13, 13, 13, 21, 61])
+    it = costs.Costs([costs.Point(1, 0, 10.0), costs.Point(8, 0, 10.0), costs.Point(1, 100, 11.0), costs.Point(8, 100, 18.0)])
+    assert it(np.array([1, 8, 40]), 1, 200).tolist() == pytest.approx([12, 26, 26])
+    assert it(np.array([3, 24]), 3, 200).tolist() == pytest.approx([16, 58]), "three rows read three contexts"
+    less = costs.Costs([costs.Point(1, 0, 10.0), costs.Point(8, 0, 10.0), costs.Point(1, 100, 9.0)])
+    assert less(np.array([1.0]), 1, 500) == 10, "noise"
 
 
 def test_the_next_start_reads_the_file(target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,12 +132,16 @@ def damaged(path: Path) -> dict[str, str]:
     return {
         "empty": "", "cut off": path.read_text()[:-40], "not JSON": "\x00\x01", "not an object": "[1, 2]", "a number": "5",
         "deep": "[" * 100_000,
-        "no points": with_(points=[]), "one point": with_(points=[[1, 0.1]]), "points of nothing": with_(points=None),
-        "points that are words": with_(points=[["a", "b"], ["c", "d"]]), "three in a point": with_(points=[[1, 2, 3]] * 2),
-        "NaN": with_(points=[[1, 0.1], [2, float("nan")]]), "infinite": with_(points=[[1, 0.1], [2, float("inf")]]),
-        "no time": with_(points=[[1, 0.0], [2, 0.1]]), "out of order": with_(points=[[2, 0.1], [1, 0.1]]),
-        "twice": with_(points=[[1, 0.1], [1, 0.1]]), "too many positions": with_(points=[[1, 0.1], [128, 0.1]]),
-        "infinite positions": with_(points=[[1, 0.1], [float("inf"), 0.1]]), "no positions": with_(points=[[0, 0.1], [1, 0.1]]),
+        "no points": with_(points=[]), "one point": with_(points=[[1, 0, 0.1]]), "points of nothing": with_(points=None),
+        "points that are words": with_(points=[["a", 0, "b"], ["c", 0, "d"]]),
+        "four in a point": with_(points=[[1, 0, 2, 3]] * 2),
+        "another context": with_(points=[[1, 0, 0.1], [2, 0, 0.1], [1, 7, 0.2]]),
+        "NaN": with_(points=[[1, 0, 0.1], [2, 0, float("nan")]]), "infinite": with_(points=[[1, 0, 0.1], [2, 0, float("inf")]]),
+        "no time": with_(points=[[1, 0, 0.0], [2, 0, 0.1]]), "out of order": with_(points=[[2, 0, 0.1], [1, 0, 0.1]]),
+        "twice": with_(points=[[1, 0, 0.1], [1, 0, 0.1]]),
+        "too many positions": with_(points=[[1, 0, 0.1], [128, 0, 0.1]]),
+        "infinite positions": with_(points=[[1, 0, 0.1], [float("inf"), 0, 0.1]]),
+        "no positions": with_(points=[[0, 0, 0.1], [1, 0, 0.1]]),
         "old": with_(measured_at=time.time() - costs.FRESH_S - 60), "from the future": with_(measured_at=time.time() + 3600),
         "no date": json.dumps({k: good[k] for k in ("key", "points")}), "a date in words": with_(measured_at="now"),
         "another key": with_(key=good["key"] | {"threads": 99}), "no key": with_(key=None),
@@ -184,8 +200,10 @@ def test_starts_at_once_do_not_disturb_each_other(target: Target, tmp_path: Path
 
 def test_an_engine_measures_once_for_all_starts(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
-    compute = RaggedStep.compute
-    monkeypatch.setattr(RaggedStep, "compute", lambda self, n: (ran.append(n), compute(self, n))[1])
+    measure = costs.measure
+    monkeypatch.setattr(
+        costs, "measure", lambda run, *rest: measure(lambda n, behind: (ran.append(n), run(n, behind)), *rest)
+    )
     monkeypatch.setattr(costs, "WORTH_S", 0.0)
     tokenizer = Tokenizer(tmp_path / "tiny")
 
@@ -195,7 +213,7 @@ def test_an_engine_measures_once_for_all_starts(target: Target, tmp_path: Path, 
         engine.warm_up()
         return engine
 
-    assert start().scheduler.policy.costs is not None and ran
+    assert start()._step.runner.costs is not None and ran  # type: ignore[attr-defined]
     ran.clear()
-    assert start().scheduler.policy.costs is not None and not ran
-    assert start(adaptive_drafts=False).scheduler.policy.costs is None and not ran
+    assert start()._step.runner.costs is not None and not ran  # type: ignore[attr-defined]
+    assert start(adaptive_drafts=False)._step.runner.costs is None and not ran  # type: ignore[attr-defined]

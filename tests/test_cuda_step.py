@@ -16,9 +16,9 @@ pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, wh
 
 from forerun.config import Speculation
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.body import NEXT_DRAFT, Body, Key, Lives, PromptKey
-from forerun.engine.fused import FusedBody
-from forerun.engine.slots import Slots
+from forerun.engine.cycle import NEXT_DRAFT, PROMPT, Cycle, Key, decode_key
+from forerun.engine.fused import FusedCycle
+from forerun.engine.state import RowState
 from forerun.kernels import cuda_step as step
 from forerun.kernels.cuda import CudaKernels
 from forerun.kernels.cuda_step import LookUp, Pool
@@ -26,7 +26,7 @@ from forerun.models.decoder import Target
 from forerun.models.weights import Dense
 from forerun.types import Draft, Request, SamplingParams, Verdict
 from forerun.verify.accept import accept_matching
-from forerun.verify.sampling import BROKEN, SamplingState
+from forerun.verify.sampling import BROKEN, Features, SamplingState
 from tests.test_cuda_kernels import DEVICE, DTYPE, interpreter_that_numpy_allows  # noqa: F401  (a fixture for all tests here)
 from tests.test_weights import Int8Blocks
 from tests.tiny import VOCAB as VOCAB_OF_TINY
@@ -36,13 +36,12 @@ VOCAB, CONTEXT = 50, 100
 
 
 class State:
-    """The same random slots twice: as the twin holds them and as the kernels do. The last slot is nobody's, and one of the
-    others is dead."""
+    """The same random slots twice: as the twin holds them and as the kernels do. The last slot is the dummy slot, and
+    one of the others is inactive."""
 
     def __init__(self, seed: int, slots: int = 7, width: int = 4, alphabet: int = 3, context: int = CONTEXT) -> None:
         at = torch.Generator().manual_seed(seed)
-        self.slots = Slots(slots, context, 11, torch.device(DEVICE))
-        self.lives = Lives(self.slots, width, VOCAB, probs=False)
+        self.slots = RowState(slots, context, 11, torch.device(DEVICE), width)
 
         def random(low: int, high: int, *shape: int) -> torch.Tensor:
             return torch.randint(low, high, shape, generator=at).to(DEVICE)
@@ -51,39 +50,39 @@ class State:
         self.slots.tokens[:] = random(0, alphabet, slots, context)
         self.slots.block_table[:] = random(1, 90, slots, 11)
         self.slots.length[:] = random(1, context - 20, slots)
-        self.lives.limit[:] = self.slots.length + random(1, 9, slots)
-        self.lives.alive[:] = True
-        self.lives.stop_ids[:, :3] = random(-1, 4 * alphabet, slots, 3)
+        self.slots.limit[:] = self.slots.length + random(1, 9, slots)
+        self.slots.active[:] = True
+        self.slots.stop_ids[:, :3] = random(-1, 4 * alphabet, slots, 3)
         if width:
-            self.lives.draft[:] = random(0, alphabet, slots, width)
-        self.lives.draft_size[:] = random(0, width + 1, slots)
-        self.lives.alive[[2, slots - 1]] = False
+            self.slots.draft[:] = random(0, alphabet, slots, width)
+        self.slots.draft_size[:] = random(0, width + 1, slots)
+        self.slots.active[[2, slots - 1]] = False
         self.slots.length[slots - 1] = 1
 
     def pool(self) -> Pool:
         """A copy of the state, for the kernels to work on."""
-        slots, lives = self.slots, self.lives
-        parts = (slots.tokens, slots.length, lives.limit, lives.alive, lives.stop_ids, slots.block_table, lives.draft)
-        return Pool(*(part.clone() for part in (*parts, lives.draft_size)))
+        s = self.slots
+        parts = (s.tokens, s.length, s.limit, s.active, s.stop_ids, s.block_table, s.draft, s.draft_size)
+        return Pool(*(part.clone() for part in parts))
 
-    def twin(self, look_up: LookUp | None = None) -> Body:
+    def twin(self, look_up: LookUp | None = None) -> Cycle:
         """The twin on this state, without a model."""
         drafter = None
         if look_up:
             lengths = {"prompt_lookup_min": look_up.min_n, "prompt_lookup_max": look_up.max_n}
             drafter = DeviceNgram(self.slots, Speculation("ngram", 4, **lengths), look_up.vocab)
-        return Body(None, None, self.slots, None, self.lives, drafter, block=False)  # type: ignore[arg-type]
+        return Cycle(None, None, self.slots, None, drafter, block=False)  # type: ignore[arg-type]
 
     def check(self, pool: Pool) -> None:
         """What the kernels left is what the twin left, as far as it means anything."""
-        slots, lives = self.slots, self.lives
+        slots = self.slots
         assert torch.equal(pool.length, slots.length)
-        assert torch.equal(pool.alive, lives.alive)
-        assert torch.equal(pool.draft_size, lives.draft_size)
+        assert torch.equal(pool.alive, slots.active)
+        assert torch.equal(pool.draft_size, slots.draft_size)
         committed = torch.arange(self.context, device=DEVICE) < slots.length[:, None]
         assert torch.equal(pool.tokens[committed], slots.tokens[committed])
-        drafted = torch.arange(lives.draft.shape[1], device=DEVICE) < lives.draft_size[:, None]
-        assert torch.equal(pool.draft[drafted], lives.draft[drafted])
+        drafted = torch.arange(slots.draft.shape[1], device=DEVICE) < slots.draft_size[:, None]
+        assert torch.equal(pool.draft[drafted], slots.draft[drafted])
 
 
 ROWS = [5, 0, 2, 3, 6, 6, 1]  # a dead one, the padding twice
@@ -94,15 +93,16 @@ def test_prepare(width: int) -> None:
     state = State(seed=width)
     slot = torch.tensor(ROWS, device=DEVICE)
     k = torch.tensor([4, 3, 4, 1, 0, 0, 2], device=DEVICE)
-    state.lives.draft_size[[5, 0]] = 4
-    state.lives.limit[5] = state.slots.length[5] + 3
-    state.lives.limit[3] = state.slots.length[3] + 1  # no room for a draft
+    state.slots.draft_size[[5, 0]] = 4
+    state.slots.limit[5] = state.slots.length[5] + 3
+    state.slots.limit[3] = state.slots.length[3] + 1  # no room for a draft
     embedding = Dense(torch.randn(VOCAB, 24, device=DEVICE))
     pool = state.pool()
     got = step.prepare(pool, slot, k, embedding, width)
 
-    draft, batch, _ = state.twin()._lay_out(Key(len(ROWS), width), slot, k)
-    live = state.lives.alive
+    laid = state.twin().lay_uniform(decode_key(len(ROWS), width), torch.stack((slot, k)))
+    draft, batch = laid.draft, laid.batch
+    live = state.slots.active
     there = live[slot].repeat_interleave(width + 1)  # a dead row is laid out at the start
     assert torch.equal(got.positions[there], batch.positions[there])
     assert torch.equal(got.positions[~there], torch.arange(width + 1, device=DEVICE).repeat(3))
@@ -118,18 +118,19 @@ def test_prepare_where_rows_share_their_drafts(drafts: int) -> None:
     state = State(seed=drafts)
     slot = torch.tensor(ROWS, device=DEVICE)
     k = torch.tensor([4, 3, 4, 1, 0, 4, 2], device=DEVICE)
-    state.lives.draft_size[[5, 0, 1]] = 4
-    state.lives.limit[[5, 0, 1]] = state.slots.length[[5, 0, 1]] + 4
+    state.slots.draft_size[[5, 0, 1]] = 4
+    state.slots.limit[[5, 0, 1]] = state.slots.length[[5, 0, 1]] + 4
     embedding = Dense(torch.randn(VOCAB, 24, device=DEVICE))
     pool = state.pool()
     got = step.prepare_shared(pool, slot, k, embedding, 4, drafts)
-    draft, batch, owner, _ = state.twin()._lay_shared(Key(len(ROWS), 4, drafts=drafts), slot, k)
+    laid = state.twin().lay_shared(decode_key(len(ROWS), 4, drafts), torch.stack((slot, k)))
+    draft, batch, owner = laid.draft, laid.batch, laid.owner
     assert torch.equal(got.size, draft.size)
     assert draft.size.sum() == drafts if drafts < 8 else draft.size.tolist()[:2] == [3, 3] and draft.size[6] == 2
     assert torch.equal(got.row_start, batch.row_start) and torch.equal(got.table, batch.block_table)
     used = int(batch.row_start[-1])
     assert torch.equal(got.positions, batch.positions) and torch.equal(got.owner[:used], owner[:used])
-    live = state.lives.alive
+    live = state.slots.active
     theirs = live[owner[:used]]
     assert torch.equal(got.x[:used][theirs], embedding.embed(batch.ids)[:used][theirs])
     for row, (own, size) in enumerate(zip(ROWS, draft.size.tolist(), strict=True)):
@@ -149,8 +150,8 @@ def test_an_embedding_that_the_launch_cannot_read_is_refused() -> None:
 
 def test_padding_of_a_draft_may_be_any_token() -> None:
     state = State(seed=0)
-    state.lives.draft[:, 2:] = torch.tensor([VOCAB, -1], device=DEVICE)
-    state.lives.draft_size.clamp_(max=2)
+    state.slots.draft[:, 2:] = torch.tensor([VOCAB, -1], device=DEVICE)
+    state.slots.draft_size.clamp_(max=2)
     embedding = Dense(torch.randn(VOCAB, 24, device=DEVICE))
     slot = torch.arange(7, device=DEVICE)
     got = step.prepare(state.pool(), slot, slot * 0 + 4, embedding, 4)
@@ -161,7 +162,7 @@ def test_padding_of_a_draft_may_be_any_token() -> None:
 def block(state: State, width: int) -> tuple[torch.Tensor, Draft, torch.Tensor]:
     """Rows, their drafts (whatever the limit, which then has to cut), and choices that agree with them for a while."""
     slot = torch.tensor(ROWS, device=DEVICE)
-    draft = Draft(state.lives.draft[slot, :width], state.lives.draft_size[slot].clamp(max=width))
+    draft = Draft(state.slots.draft[slot, :width], state.slots.draft_size[slot].clamp(max=width))
     choice = state.random(0, 12, len(ROWS), width + 1)
     agree = state.random(0, 5, len(ROWS), width) > 0
     choice[:, :width] = torch.where(agree, draft.tokens, choice[:, :width])
@@ -179,7 +180,7 @@ def test_commit(width: int, seed: int) -> None:
     want = state.twin()._commit(slot, draft, choice, None)
     want[:, NEXT_DRAFT] = 0
     assert torch.equal(counts, want)
-    pool.draft_size.copy_(state.lives.draft_size)  # the twin without a drafter leaves it
+    pool.draft_size.copy_(state.slots.draft_size)  # the twin without a drafter leaves it
     state.check(pool)
 
 
@@ -191,11 +192,11 @@ def test_commit_meets_every_case() -> None:
         state = State(seed)
         slot, draft, choice = block(state, 4)
         accepted = accept_matching(choice, draft).count
-        room = state.lives.limit[slot] - state.slots.length[slot]
+        room = state.slots.limit[slot] - state.slots.length[slot]
         counts = step.commit(state.pool(), slot, choice, draft.size)
         for row in range(len(ROWS)):
-            if state.lives.alive[slot[row]]:
-                stops = [t in state.lives.stop_ids[slot[row]] for t in choice[row]]
+            if state.slots.active[slot[row]]:
+                stops = [t in state.slots.stop_ids[slot[row]] for t in choice[row]]
                 full, n = int(accepted[row]), int(counts[row, 0])
                 stopped = n > 0 and stops[n - 1]
                 seen |= {("all", full == draft.size[row] + 1 > 1), ("cut", n == room[row] < full)}
@@ -217,7 +218,7 @@ def test_commit_of_a_verdict() -> None:
     counts = step.commit_verdict(pool, slot, tokens, count, draft.size)
     want = state.twin()._commit(slot, draft, tokens, Verdict(tokens, count))
     assert torch.equal(counts[:, :4], want[:, :4])
-    pool.draft_size.copy_(state.lives.draft_size)
+    pool.draft_size.copy_(state.slots.draft_size)
     state.check(pool)
 
 
@@ -232,27 +233,35 @@ def test_commit_and_draft(monkeypatch, look_up: LookUp, width: int, scan: int) -
     found = set()
     for seed in range(3):
         state = State(seed, width=width)
-        state.lives.stop_ids[:] = -1
+        state.slots.stop_ids[:] = -1
         slot, draft, choice = block(state, width)
         pool = state.pool()
         counts = step.commit_and_draft(pool, slot, choice, draft.size, look_up)
-        want = state.twin(look_up)._commit(slot, draft, choice, None)
-        assert torch.equal(counts, want)
+        assert torch.equal(counts, committed(state, look_up, slot, draft, choice))
         state.check(pool)
         found |= set(counts[:, NEXT_DRAFT].tolist())
     assert {0, width} <= found or look_up.vocab == 2
+
+
+def committed(state: State, look_up: LookUp, slot: torch.Tensor, draft: Draft, choice: torch.Tensor) -> torch.Tensor:
+    """What the twin reports that commits and drafts."""
+    twin = state.twin(look_up)
+    counts = twin._commit(slot, draft, choice, None)
+    twin.draft(slot, None, Features())
+    counts[:, NEXT_DRAFT] = state.slots.draft_size[slot]
+    return counts
 
 
 def look(text: list[int], look_up: LookUp, width: int) -> list[int]:
     """What is drafted behind a text, by the kernel, which the twin confirms."""
     state = State(seed=0, slots=3, width=width, context=max(CONTEXT, len(text) + 8))
     state.slots.set(0, text[:-1])
-    state.lives.stop_ids[:], state.lives.alive[0], state.lives.limit[0] = -1, True, len(text) + 1
+    state.slots.stop_ids[:], state.slots.active[0], state.slots.limit[0] = -1, True, len(text) + 1
     pool, slot = state.pool(), torch.tensor([0], device=DEVICE)
     choice, nothing = torch.tensor([text[-1:]], device=DEVICE), torch.tensor([0], device=DEVICE)
     counts = step.commit_and_draft(pool, slot, choice, nothing, look_up)
     empty = Draft(choice[:, :0], nothing)
-    assert torch.equal(counts, state.twin(look_up)._commit(slot, empty, choice, None))
+    assert torch.equal(counts, committed(state, look_up, slot, empty, choice))
     state.check(pool)
     size = int(counts[0, NEXT_DRAFT])
     assert counts[0, 0] == 1 and size == pool.draft_size[0]
@@ -289,42 +298,41 @@ def test_look_up_in_a_text_of_several_scans() -> None:
 def test_one_graph_serves_all_filters(tmp_path) -> None:
     """Whatever a row has of them or has not, and with drafts that have probabilities as well."""
     target = Target.load(tiny_model(tmp_path / "tiny"), DTYPE, DEVICE, kernels=CudaKernels(DEVICE))
-    slots = Slots(4, 30, 4, torch.device(DEVICE))
+    slots = RowState(4, 30, 4, torch.device(DEVICE))
     sampling, kv = SamplingState(slots.tokens, slots.length, target.vocab), target.kv_cache(9, 8)
     for slot, more in enumerate(({"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1, "presence_penalty": 0.5}, {})):
         params = SamplingParams(temperature=0.8, max_tokens=4, **more)
         sampling.set(slot, Request(str(slot), (1, 2), params, 4, 7))
     for probs in (False, True):
-        lives = Lives(slots, 2, target.vocab, probs=probs)
-        body = FusedBody(target, kv, slots, sampling, lives, None, False)
-        assert len({body.features([0]), body.features([1]), body.features([3])}) == 1
-        assert body.features([2]).penalties and body.features([2, 3]) == body.features([2]) != body.features([3])
+        own = RowState(4, 30, 4, torch.device(DEVICE), 2, target.vocab if probs else None)
+        cycle = FusedCycle(target, kv, own, sampling, None, False)
+        assert len({cycle.features([0]), cycle.features([1]), cycle.features([3])}) == 1
+        assert cycle.features([2]).penalties and cycle.features([2, 3]) == cycle.features([2]) != cycle.features([3])
 
 
-def test_prompts_of_the_fused_body(tmp_path) -> None:
+def test_prompts_of_the_fused_cycle(tmp_path) -> None:
     """A padded launch of it against the twin's without padding: a prompt that is through and drafts, one that is not, one that
-    goes on from its pages and stops at once, and nobody's rows."""
+    goes on from its pages and stops at once, and padding rows."""
     folder = tiny_model(tmp_path / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, layers=2)
     target = Target.load(folder, DTYPE, DEVICE, kernels=CudaKernels(DEVICE))
     rows = [(1, 0, 12, 1), (0, 8, 5, 1), (2, 0, 7, 0)]
     states = []
     for padded in (False, True):
-        slots = Slots(5, 60, 8, torch.device(DEVICE))
+        slots = RowState(5, 60, 8, torch.device(DEVICE), 3)
         sampling = SamplingState(slots.tokens, slots.length, target.vocab)
-        lives = Lives(slots, 3, target.vocab, probs=False)
         drafter = DeviceNgram(slots, Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2), VOCAB_OF_TINY)
         kv = target.kv_cache(40, 8)
         slots.block_table[:4] = 1 + torch.arange(32, device=DEVICE).view(4, 8)
         slots.tokens[:4, :30] = torch.arange(120, device=DEVICE).view(4, 30) % 7 + 100
         slots.length[:3] = torch.tensor([13, 12, 20], device=DEVICE)
-        lives.alive[:3], lives.limit[:3], lives.limit[0] = True, 50, 14
-        parts = (kv, slots, sampling, lives, drafter, False)
-        body = (FusedBody if padded else Body)(target, *parts)
-        nobody = [(4, 0, 0, 0)] * (2 if padded else 0)
-        body.prefill(PromptKey(8, 1), torch.tensor([(0, 0, 8, 0)], device=DEVICE).T.contiguous())
-        given = torch.tensor([*rows[:2], *nobody, *rows[2:]], device=DEVICE).T.contiguous()
-        report = body.prefill(PromptKey(40 if padded else 24, given.shape[1]), given)
-        states.append((report.tokens[:2], report.counts[:2], slots.length, lives.alive, lives.draft_size, slots.tokens[:4], kv))
+        slots.active[:3], slots.limit[:3], slots.limit[0] = True, 50, 14
+        cycle = (FusedCycle if padded else Cycle)(target, kv, slots, sampling, drafter, False)
+        padding = [(4, 0, 0, 0)] * (2 if padded else 0)
+        cycle.run(Key(PROMPT, 1, 8, 0), torch.tensor([(0, 0, 8, 0)], device=DEVICE).T.contiguous())
+        given = torch.tensor([*rows[:2], *padding, *rows[2:]], device=DEVICE).T.contiguous()
+        report = cycle.run(Key(PROMPT, given.shape[1], 40 if padded else 24, 0), given)
+        seen = (report.tokens[:2], report.counts[:2], slots.length, slots.active, slots.draft_size, slots.tokens[:4])
+        states.append((*seen, kv))
     (*want, want_kv), (*got, got_kv) = states
     for mine, wanted in zip(got, want, strict=True):
         assert torch.equal(mine, wanted)

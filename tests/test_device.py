@@ -20,11 +20,11 @@ from torch import Tensor
 
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters import Drafter
-from forerun.drafters.table import TABLE, Surroundings
-from forerun.engine.body import Key
+from forerun.drafters.table import TABLE, DrafterContext
+from forerun.engine.cycle import decode_key
 from forerun.engine.engine import Engine
-from forerun.engine.fixed import FixedStep
-from forerun.engine.slots import Slots
+from forerun.engine.layouts import step_widths
+from forerun.engine.state import RowState
 from forerun.kernels import Batch
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Logprob, Request, SamplingParams
@@ -92,18 +92,18 @@ def synchronisation_is_allowed_again() -> Iterator[None]:
 
 
 def engine(
-    target: Target, speculation: Speculation | None = None, model: Target | None = None, fixed: bool = True, **settings: Any
+    target: Target, speculation: Speculation | None = None, model: Target | None = None, padded: bool = True, **settings: Any
 ) -> Engine:
     given = {"max_num_seqs": ROWS, "kv_cache_tokens": 4096, "max_model_len": 400} | settings
     config = EngineConfig(speculation=speculation, **given)
 
-    def make(slots: Slots, mirror: Slots, sampling: SamplingState, kv: KVCache, fixed: bool) -> Drafter | None:
+    def make(slots: RowState, mirror: RowState, sampling: SamplingState, kv: KVCache, fixed: bool) -> Drafter | None:
         if speculation is None:
             return None
-        around = Surroundings(slots, mirror, sampling, kv, config, fixed, target.vocab, model)
+        around = DrafterContext(slots, mirror, sampling, kv, config, fixed, target.vocab, model)
         return TABLE[speculation.method](speculation, around)
 
-    return Engine(target, config, make, NoText, fixed)
+    return Engine(target, config, make, NoText, padded)
 
 
 def request(name: int, prompt: Sequence[int], stops: tuple[int, ...] = (), **params: Any) -> Request:
@@ -156,11 +156,6 @@ def agree(got: dict[str, Answer], plain: dict[str, Answer], dtype: torch.dtype, 
         assert dtype == torch.bfloat16 and gap < NEAR_TIE, f"request {name}: token {at} differs, where the gap is {gap:.3f}"
 
 
-def drafting(it: Engine) -> FixedStep:
-    assert isinstance(it._step, FixedStep)
-    return it._step
-
-
 def nearly_right(ids: Sequence[int]) -> list[int]:
     """An answer with one wrong token in the middle."""
     middle = len(ids) // 2
@@ -191,11 +186,9 @@ def test_no_step_waits_for_the_device(models: Models, method: str, temperatures:
         plain = run(engine(target), asked)
         asked = [replace(r, prediction=tuple(nearly_right(plain[r.id].ids))) for r in asked]
     it = engine(target, METHODS[method], models.load("drafter", dtype, device))
-    if it.graphs is not None:  # both widths, so that no step of the steady state has to be captured
-        features = it.graphs.body.served(Features(sampled=any(temperatures)))
-        with torch.inference_mode():
-            for width in drafting(it).widths:
-                it.graphs.capture(Key(ROWS, width, features))
+    features = it._step.cycle.served(Features(sampled=any(temperatures)))
+    widths = step_widths(it._step.cycle.width)  # both, so that no step of the steady state has to be captured
+    it._step.runner.warm_up([decode_key(ROWS, width, None, features) for width in widths], whole=False)
     for one in asked:
         it.add(one)
     tokens = 0
@@ -227,7 +220,7 @@ def test_a_step_that_waits_is_found(models: Models) -> None:
     for _ in range(5):
         it.step()
     with pytest.raises(RuntimeError, match="synchroniz"):
-        steady(lambda: (it.step(), it.slots.length[0].item()))
+        steady(lambda: (it.step(), it.state.length[0].item()))
     while it.has_work:
         it.step()
 
@@ -247,10 +240,10 @@ def test_a_drafter_on_the_host_costs_one_wait_a_step_that_drafts(models: Models,
         return propose(rows)
 
     it.drafter.propose = counting  # type: ignore[method-assign]
-    agree(run(it, requests, lambda _: seen.append((asked, drafting(it).waits))), plain, torch.float32)
+    agree(run(it, requests, lambda _: seen.append((asked, it._step.waits))), plain, torch.float32)
     assert all(made == waits for made, waits in seen) and 0 < asked < it.stats.steps  # the prompts' step drafts nothing
     assert all(b[1] - a[1] <= 1 for a, b in pairwise(seen))
-    assert drafting(engine(target, METHODS["ngram"])).lag == 1 and drafting(it).lag == 0
+    assert engine(target, METHODS["ngram"])._step.lag == 1 and it._step.lag == 0
 
 
 @DEVICES
@@ -295,7 +288,7 @@ def test_point_masses_leave_seeded_samples_alone(models: Models, method: str, de
     repeats = {"temperature": 0.8, "logit_bias": {9: 12.0}}  # so that a look-up is right
     params: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.1} | shaped, repeats]
     requests = [request(i, p, (7,), **params[i % 4]) for i, p in enumerate(prompts(6))]
-    twin = run(engine(models.load("target", torch.float32, "cpu"), fixed=False), requests)
+    twin = run(engine(models.load("target", torch.float32, "cpu"), padded=False), requests)
     plain = run(engine(target), requests)
     guided = [replace(r, prediction=tuple(nearly_right(plain[r.id].ids))) for r in requests]
     it = engine(target, METHODS[method], target)
@@ -360,7 +353,7 @@ def reference(
     target = models.fresh("target", dtype, "cpu" if dtype == torch.float32 else device)
     target.keep_vocabulary(vocab)
     noted = [replace(r, params=replace(r.params, logprobs=2)) for r in requests]
-    return run(engine(target, fixed=dtype != torch.float32), noted)
+    return run(engine(target, padded=dtype != torch.float32), noted)
 
 
 UNDISTURBED = pytest.mark.parametrize("method", ["none", "ngram", "suffix", "draft_model"])

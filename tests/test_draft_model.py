@@ -12,7 +12,7 @@ from scipy import stats
 
 from forerun.config import Speculation
 from forerun.drafters import Rows
-from forerun.drafters.draft_model import DeviceDraftModel, DraftModel
+from forerun.drafters.draft_model import DraftModel
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.models.decoder import Target
@@ -38,9 +38,7 @@ def with_drafter(
 
     def make(slots, mirror, sampling, kv, fixed):  # type: ignore[no-untyped-def]
         own = drafter.kv_cache(kv.pages, kv.block_size)
-        if fixed:
-            return DeviceDraftModel(drafter, own, slots, sampling, VOCAB, sampled)
-        return DraftModel(drafter, own, slots, sampling, VOCAB, limit, 64, sampled)
+        return DraftModel(drafter, own, slots, sampling, VOCAB, sampled, fixed, limit, 64)
 
     return engine(
         folders[0], target, make, speculation=Speculation("draft_model", k, model="x", draft_sample_method=method), **settings
@@ -52,7 +50,7 @@ FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
 
 @FIXED
 def test_the_target_as_its_own_drafter_is_always_right(folders: tuple[Path, Path], fixed: bool) -> None:
-    it = with_drafter(folders, Target.load(folders[0], "float32"), fixed=fixed)
+    it = with_drafter(folders, Target.load(folders[0], "float32"), padded=fixed)
     requests = [request(str(i), p, stop_ids=(), max_tokens=41) for i, p in enumerate(prompts(5))]
     run(it, requests)
     assert it.stats.drafts.acceptance_rate == 1.0 and it.stats.drafts.acceptance_length == 5.0
@@ -68,7 +66,7 @@ def test_any_drafter_gives_the_targets_greedy_tokens(
     drafter = Target.load(folders[1], "float32")
     requests = [request(str(i), p, temperature=temperature, seed=i) for i, p in enumerate(prompts(5))]
     plain = run(engine(folders[0], Target.load(folders[0], "float32")), requests)
-    small = {"kv_cache_tokens": 192, "block_size": 8, "fixed": fixed}  # preemption too
+    small = {"kv_cache_tokens": 192, "block_size": 8, "padded": fixed}  # preemption too
     answers = run(with_drafter(folders, drafter, sampled=sampled, **small), requests)
     if temperature == 0 or not sampled:
         assert {n: a.ids for n, a in answers.items()} == {n: a.ids for n, a in plain.items()}
@@ -84,17 +82,16 @@ def test_incremental_drafts_equal_drafts_from_scratch(folders: tuple[Path, Path]
     it.add(request("a", prompts(1, 4)[0] * 2, stop_ids=(), max_tokens=60))
     accepted = set()
     script = np.random.default_rng(0)
-    inner = it._step._verify
 
-    def verify(logits, layout, draft, rows):  # type: ignore[no-untyped-def]
-        verdict = inner(logits, layout, draft, rows)
+    def verify(key, layout, logits):  # type: ignore[no-untyped-def]
+        draft = layout.draft
         count = torch.from_numpy(script.integers(1, int(draft.size[0]) + 2, 1))  # commit any number, right or wrong
         tokens = torch.cat((draft.tokens, draft.tokens.new_full((1, 1), 9)), 1)
         tokens[0, int(count) - 1] = 9
         accepted.add(int(count) - 1)
-        return verdict._replace(tokens=tokens, count=count)
+        return tokens, Verdict(tokens, count)
 
-    it._step._verify = verify  # type: ignore[method-assign]
+    it._step.cycle._verify = verify  # type: ignore[method-assign]
     while it.has_work:
         it.step()
         if not it.has_work:
@@ -126,8 +123,8 @@ def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path]
 
     plain = seen(engine(folders[0], target, max_num_seqs=32))
     for method in ("standard", "block"):
-        it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32, fixed=fixed)
-        part = it._step.body if fixed else it._step
+        it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32, padded=fixed)
+        part = it._step.cycle
         if method == "block":
             part._accept = accept_block
         drafted = seen(it)
@@ -137,7 +134,7 @@ def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path]
             table = table[:, table.sum(0) >= 10]
             assert stats.chi2_contingency(table).pvalue > 1e-3
 
-    it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32, fixed=fixed)
+    it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32, padded=fixed)
 
     def take_all(target, draft, u_accept, u_redraw):  # type: ignore[no-untyped-def]
         bonus = target.argmax(-1)[:, -1:]
@@ -145,7 +142,7 @@ def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path]
         tokens[torch.arange(len(tokens)), draft.size] = target.argmax(-1)[torch.arange(len(tokens)), draft.size]
         return Verdict(tokens, draft.size + 1)
 
-    (it._step.body if fixed else it._step)._accept = take_all
+    it._step.cycle._accept = take_all
     wrong = seen(it)
     table = np.stack([np.bincount(x[:, 1], minlength=VOCAB) for x in (plain, wrong)])
     assert stats.chi2_contingency(table[:, table.sum(0) >= 10]).pvalue < 1e-6

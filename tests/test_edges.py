@@ -20,10 +20,10 @@ import torch
 from forerun import LLM, SamplingParams, SettingError
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters.ngram import DeviceNgram, Ngram
-from forerun.drafters.table import TABLE, Surroundings
+from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.engine import Engine
 from forerun.engine.owner import Owner
-from forerun.engine.policy import Chances, Policy
+from forerun.engine.policy import AcceptanceHistory, Offers, Policy
 from forerun.kernels import cpu, reference
 from forerun.models.decoder import Target
 from forerun.models.tokenizer import Tokenizer
@@ -344,11 +344,18 @@ def test_without_adaptive_drafts_nothing_is_left_out(fixed: bool) -> None:
 def test_the_widths_of_fixed_steps_leave_nothing_out_either() -> None:
     """Whatever steps cost, and whatever became of earlier drafts."""
     plan = Policy(Speculation("ngram", 8), adaptive=False)
-    row = Chances()
-    row.found, row.rate = 0, 0.001
-    assert plan.shape((0, 4, 8), (3,), [row], [8], lambda width, drafts: 1.0 + 100 * width) == (8, None, [8])
-    assert plan.shape((0, 4, 8), (3,), [row, row], [3, 0], lambda width, drafts: None) == (4, None, [3, 0])
-    assert plan.shape((0, 4, 8), (3,), [row], [0], lambda width, drafts: None) == (0, None, [0])
+    row = AcceptanceHistory()
+    row.at_hand, row.rate = 0, 0.001
+
+    def chosen(widths: list[int], most: list[int], seconds: list[float]) -> tuple[int, list[int]]:
+        """The widest shape that is offered is as wide as the widest draft; a shared one comes behind it."""
+        offers = Offers([*widths, widths[-1]], [*[-1] * len(widths), 3], [*seconds, 1.0])
+        choice = plan.choose(offers, Policy.survival([row] * len(most), most), most)
+        return offers.width[choice.offer] if offers.drafts[choice.offer] < 0 else -1, choice.drafts
+
+    assert chosen([0, 4, 8], [8], [1.0, 401.0, 801.0]) == (8, [8])
+    assert chosen([0, 4], [3, 0], [float("nan")] * 2) == (4, [3, 0])
+    assert chosen([0], [0], [1.0]) == (0, [0])
 
 
 def test_a_drafter_with_a_shorter_context_is_refused_on_fixed_steps() -> None:
@@ -358,7 +365,7 @@ def test_a_drafter_with_a_shorter_context_is_refused_on_fixed_steps() -> None:
         config = EngineConfig(max_model_len=96, kv_cache_tokens=256, speculation=Speculation.parse(settings))
 
         def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool, config: EngineConfig = config) -> Any:
-            around = Surroundings(slots, mirror, sampling, kv, config, fixed, 24, Ledger(1))  # type: ignore[arg-type]
+            around = DrafterContext(slots, mirror, sampling, kv, config, fixed, 24, Ledger(1))  # type: ignore[arg-type]
             assert config.speculation is not None
             return TABLE["draft_model"](config.speculation, around)
 
@@ -381,7 +388,7 @@ def test_a_drafter_finds_true_keys_and_values_on_cached_pages(fixed: bool) -> No
     )  # fmt: skip
 
     def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
-        around = Surroundings(slots, mirror, sampling, kv, config, fixed, 24, drafter)  # type: ignore[arg-type]
+        around = DrafterContext(slots, mirror, sampling, kv, config, fixed, 24, drafter)  # type: ignore[arg-type]
         assert config.speculation is not None
         return TABLE["draft_model"](config.speculation, around)
 
@@ -416,7 +423,7 @@ def test_broken_logits_of_a_drafter_cost_time_and_nothing_else(fixed: bool, samp
     config = EngineConfig(max_model_len=96, max_num_seqs=3, kv_cache_tokens=400, speculation=Speculation.parse(settings))
 
     def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
-        around = Surroundings(slots, mirror, sampling, kv, config, fixed, 24, Unsound(0))  # type: ignore[arg-type]
+        around = DrafterContext(slots, mirror, sampling, kv, config, fixed, 24, Unsound(0))  # type: ignore[arg-type]
         assert config.speculation is not None
         return TABLE["draft_model"](config.speculation, around)
 

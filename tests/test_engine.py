@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from forerun.config import EngineConfig, Speculation
-from forerun.drafters import Needs, Rows
+from forerun.drafters import Needs, Rows, Stateless
 from forerun.engine.engine import Engine
-from forerun.engine.slots import Slots
+from forerun.engine.state import RowState
 from forerun.engine.stats import DraftStats
-from forerun.kernels import Batch
 from forerun.models.decoder import Target
 from forerun.models.tokenizer import Detokenizer, Tokenizer
 from forerun.types import Draft, Request, SamplingParams, SettingError
@@ -32,10 +31,12 @@ def target(folder: Path) -> Target:
     return Target.load(folder, "float32")
 
 
-class Scripted:
+class Scripted(Stateless):
     """Knows each request's answer; of every draft the first `good` tokens are right and the next one is wrong."""
 
-    def __init__(self, slots: Slots, answers: dict[str, Sequence[int]], good: Callable[[], int], device: bool = True) -> None:
+    def __init__(
+        self, slots: RowState, answers: dict[str, Sequence[int]], good: Callable[[], int], device: bool = True
+    ) -> None:
         self.slots, self.answers, self.good = slots, answers, good
         self.needs = Needs(device)
         self.of: dict[int, Request] = {}
@@ -45,9 +46,6 @@ class Scripted:
 
     def release(self, slot: int, finished: bool) -> None:
         del self.of[slot]
-
-    def restart(self) -> None:
-        pass
 
     def propose(self, rows: Rows) -> Draft:
         tokens, sizes = torch.zeros(len(rows.slot), rows.width, dtype=torch.int64), []
@@ -65,14 +63,11 @@ class Scripted:
             sizes.append(len(ahead))
         return Draft(tokens, torch.tensor(sizes))
 
-    def prefill(self, batch: Batch) -> None:
-        pass
 
-
-def engine(folder: Path, target: Target, make: Callable = lambda *_: None, fixed: bool = False, **settings: object) -> Engine:
+def engine(folder: Path, target: Target, make: Callable = lambda *_: None, padded: bool = False, **settings: object) -> Engine:
     given: dict = {"max_num_seqs": 8, "kv_cache_tokens": 2048} | settings
     tokenizer = Tokenizer(folder)
-    return Engine(target, EngineConfig(**given), make, lambda: Detokenizer(tokenizer), bool(fixed))
+    return Engine(target, EngineConfig(**given), make, lambda: Detokenizer(tokenizer), bool(padded))
 
 
 def request(name: str, prompt: Sequence[int], stop_ids: tuple[int, ...] = (2,), **params: object) -> Request:
@@ -120,7 +115,7 @@ def speculative(
 ) -> Engine:
     known = {name: answer.ids for name, answer in answers.items()}
     config = {"speculation": Speculation("ngram", k), **settings}
-    hosted = settings.get("fixed") == "hosted"
+    hosted = settings.get("padded") == "hosted"
     make = lambda slots, mirror, *_: Scripted(mirror if hosted else slots, known, good, not hosted)  # noqa: E731
     return engine(folder, target, make, **config)
 
@@ -151,7 +146,7 @@ def test_every_parameter_gives_the_plain_tokens(folder: Path, target: Target, na
     plain = run(engine(folder, target), requests)
     rng = random.Random(k)
     for good in (lambda: 0, lambda: 1, lambda: k, lambda: rng.randint(0, k)):
-        it = speculative(folder, target, plain, k, good, fixed=fixed)
+        it = speculative(folder, target, plain, k, good, padded=fixed)
         for name_, answer in run(it, requests).items():
             expected = plain[name_]
             assert (answer.ids, answer.text, answer.reason) == (expected.ids, expected.text, expected.reason)
@@ -176,7 +171,7 @@ def test_the_engine_counts_what_its_requests_count(folder: Path, target: Target,
     requests = [request(str(i), p, max_tokens=20 + i, stop_ids=()) for i, p in enumerate(prompts(5, 4))]
     plain = run(engine(folder, target), requests)
     rng = random.Random(1)
-    it = speculative(folder, target, plain, 4, lambda: rng.randint(0, 4), fixed=fixed)
+    it = speculative(folder, target, plain, 4, lambda: rng.randint(0, 4), padded=fixed)
     sequences = [it.add(one) for one in requests]
     while it.has_work:
         it.step()
@@ -194,7 +189,7 @@ def test_the_budget_is_met_exactly(folder: Path, target: Target, max_tokens: int
     """k = 4 and max_tokens 1 .. 2k+1: delivered == counted == max_tokens."""
     requests = [request("a", [5, 6, 7], max_tokens=max_tokens, stop_ids=())]
     plain = run(engine(folder, target), requests)
-    it = speculative(folder, target, plain, 4, lambda: 4, fixed=fixed)
+    it = speculative(folder, target, plain, 4, lambda: 4, padded=fixed)
     answer = run(it, requests)["a"]
     assert len(answer.ids) == max_tokens == it.stats.output_tokens and answer.reason == "length"
     assert answer.ids == plain["a"].ids
@@ -204,7 +199,7 @@ def test_the_budget_is_met_exactly(folder: Path, target: Target, max_tokens: int
 def test_up_to_the_very_end_of_the_context(folder: Path, target: Target, fixed: bool) -> None:
     requests = [request("a", [5, 6, 7], max_tokens=61, stop_ids=())]
     plain = run(engine(folder, target, max_model_len=64), requests)
-    it = speculative(folder, target, plain, 8, lambda: 8, max_model_len=64, fixed=fixed)
+    it = speculative(folder, target, plain, 8, lambda: 8, max_model_len=64, padded=fixed)
     assert run(it, requests)["a"].ids == plain["a"].ids and len(plain["a"].ids) == 61
 
 
@@ -294,9 +289,9 @@ def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(folder: Path, 
     for one in requests:
         solo |= run(engine(folder, target), [one])
     make = (
-        speculative(folder, target, solo, k, lambda: rng.randint(0, k), fixed=fixed)
+        speculative(folder, target, solo, k, lambda: rng.randint(0, k), padded=fixed)
         if k
-        else engine(folder, target, fixed=fixed)
+        else engine(folder, target, padded=fixed)
     )
     together = run(make, requests, [rng.randint(0, 25) for _ in requests])
     assert {n: a.ids for n, a in together.items()} == {n: a.ids for n, a in solo.items()}
@@ -307,7 +302,7 @@ def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(folder: Path, 
 def test_preempted_and_resumed_requests_lose_nothing(folder: Path, target: Target, k: int, fixed: bool) -> None:
     requests = [request(str(i), p, max_tokens=40, stop_ids=()) for i, p in enumerate(prompts(6, 5))]
     plain = run(engine(folder, target), requests)
-    small = {"kv_cache_tokens": 160, "block_size": 8, "enable_prefix_caching": False, "fixed": fixed}
+    small = {"kv_cache_tokens": 160, "block_size": 8, "enable_prefix_caching": False, "padded": fixed}
     it = speculative(folder, target, plain, k, lambda: 3, **small) if k else engine(folder, target, **small)
     start = it.scheduler.pages.free
     answers = run(it, requests)
@@ -341,7 +336,7 @@ def test_a_rejected_draft_never_enters_the_prefix_cache(folder: Path, target: Ta
 @FIXED
 @pytest.mark.parametrize("when", range(5))
 def test_abort_anywhere_frees_everything(folder: Path, target: Target, when: int, fixed: bool) -> None:
-    it = engine(folder, target, max_num_batched_tokens=16, max_num_seqs=2, fixed=fixed)
+    it = engine(folder, target, max_num_batched_tokens=16, max_num_seqs=2, padded=fixed)
     start, slots = it.scheduler.pages.free, len(it.scheduler._slots)
     for i, p in enumerate(prompts(4, 2)):
         it.add(request(str(i), p * 3, stop_ids=()))
@@ -395,7 +390,7 @@ def test_greedy_rows_are_undisturbed_by_sampled_ones(folder: Path, target: Targe
     solo = {}
     for one in requests:
         solo |= run(engine(folder, target), [one])
-    answers = run(speculative(folder, target, solo, 4, lambda: 2, fixed=fixed), requests)
+    answers = run(speculative(folder, target, solo, 4, lambda: 2, padded=fixed), requests)
     assert {n: a.ids for n, a in answers.items()} == {n: a.ids for n, a in solo.items()}
     greedy = run(engine(folder, target), [replace(r, params=replace(r.params, temperature=0.0)) for r in requests])
     nearly = [r.id for r in requests if r.params.temperature < 1e-3]

@@ -17,15 +17,14 @@ if torch.cuda.is_available():
     pytest.skip("tests/test_device.py captures there", allow_module_level=True)
 
 from forerun.config import EngineConfig, Speculation
-from forerun.drafters.draft_model import DeviceDraftModel
+from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.ngram import DeviceNgram
 from forerun.engine import engine as engines
-from forerun.engine import graphs
-from forerun.engine.body import Body, Key, PromptKey, Report
+from forerun.engine import runner
+from forerun.engine.cycle import PROMPT, SHARED, UNIFORM, Cycle, Key, Report
 from forerun.engine.engine import Engine
-from forerun.engine.fixed import FixedStep
-from forerun.engine.fused import FusedBody
-from forerun.engine.graphs import Graphs
+from forerun.engine.fused import FusedCycle
+from forerun.engine.runner import Graphs
 from forerun.kernels import reference
 from forerun.kernels.cuda import CudaKernels
 from forerun.models.config import ModelConfig, Rope
@@ -58,24 +57,24 @@ def copied(report: Report) -> Report:
 
 
 class Repeated(Graphs):
-    def run(self, key, *given):  # type: ignore[no-untyped-def]
-        return copied(super().run(key, *given))
+    def run(self, key, given):  # type: ignore[no-untyped-def]
+        return copied(super().run(key, given))
 
     def _record(self, work):  # type: ignore[no-untyped-def]
         report = work()
         return Again(work, report), report
 
     def _time(self, graph: object) -> float:  # type: ignore[override]
-        """Nobody is in the midst of an answer meanwhile, which touches no page that may be somebody's."""
-        lives, slots, kv, nobody = self.body.lives, self.body.slots, self.body.kv, self.nobody
-        assert lives.alive[nobody] and slots.length[nobody] > kv.block_size
-        assert not slots.block_table[nobody, (slots.length[nobody] - 2) // kv.block_size :].any()
-        before = [keys[1:].clone() for keys in (*kv.keys, *kv.values)], slots.length[:nobody].clone()
+        """The dummy slot is in the midst of an answer meanwhile, and writes to no page but the dummy page."""
+        state, kv, dummy = self.cycle.state, self.cycle.kv, self.cycle.state.dummy
+        assert state.active[dummy] and state.length[dummy] > kv.block_size
+        assert not state.block_table[dummy, (state.length[dummy] - 2) // kv.block_size :].any()
+        before = [keys[1:].clone() for keys in (*kv.keys, *kv.values)], state.length[:dummy].clone()
         graph.replay()  # type: ignore[attr-defined]
-        assert slots.length[nobody] % kv.block_size != 1, "it has gone on"
+        assert state.length[dummy] % kv.block_size != 1, "it has gone on"
         after = [keys[1:] for keys in (*kv.keys, *kv.values)]
         assert all(torch.equal(a, b) for a, b in zip(before[0], after, strict=True))
-        assert torch.equal(slots.length[:nobody], before[1])
+        assert torch.equal(state.length[:dummy], before[1])
         return 1.0
 
 
@@ -93,6 +92,11 @@ def answers(it: Engine, requests: list[Request]) -> dict[str, list[Event]]:
         for event in it.step():
             found[event.request_id].append(event)
     return found
+
+
+def captured_by(it: Engine) -> set[Key]:
+    assert isinstance(it._step.runner, Graphs)
+    return set(it._step.runner._graphs)
 
 
 def request(name: str, prompt: list[int], tokens: int, **params: object) -> Request:
@@ -116,7 +120,7 @@ def test_captured_steps_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch, k
     for captured in (False, True):
         monkeypatch.setattr(engines, "captures", lambda target, captured=captured: captured)
         monkeypatch.setattr(engines, "Graphs", Repeated)
-        it = Engine(target(captured), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, fixed=True)
+        it = Engine(target(captured), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, padded=True)
         found = answers(it, requests)
         ids = {name: [token for event in events for token in event.tokens] for name, events in found.items()}
         reasons = {name: events[-1].finish_reason for name, events in found.items()}
@@ -126,16 +130,16 @@ def test_captured_steps_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch, k
         noted = [entry for events in found.values() for event in events for entry in event.logprobs]
         assert len(noted) == (len(ids["ccc"]) if kind == "greedy" else 0)
         if captured:
-            assert isinstance(it._step, FixedStep) and isinstance(it._step.body, FusedBody)
-            assert it.graphs is not None and {type(key) for key in it.graphs._graphs} == {Key, PromptKey}
+            assert isinstance(it._step.cycle, FusedCycle)
+            assert {key.layout for key in captured_by(it)} == {UNIFORM, PROMPT}
     assert seen[0] == seen[1]
 
 
 class Sharing(Repeated):
     """Where steps in which the rows share their drafts look cheapest."""
 
-    def cost(self, rows: int, width: int, drafts: int | None) -> float | None:
-        return 1.0 if drafts is not None or width == 0 else 9.0
+    def cost(self, keys, context):  # type: ignore[no-untyped-def]
+        return [1.0 if key.layout == SHARED or key.width == 0 else 9.0 for key in keys]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -146,19 +150,18 @@ def test_rows_that_share_their_drafts(monkeypatch: pytest.MonkeyPatch, fused: bo
     monkeypatch.setattr(engines, "captures", lambda target: True)
     monkeypatch.setattr(engines, "Graphs", Sharing)
     if not fused:
-        monkeypatch.setattr(engines, "fused_body", lambda: Body)
+        monkeypatch.setattr(engines, "fused_cycle", lambda: Cycle)
     config = EngineConfig(max_model_len=24, max_num_seqs=6, kv_cache_tokens=256, block_size=8, speculation=NGRAM)
     plain = replace(config, speculation=None)
-    it = Engine(target(fused), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, fixed=True)
-    got, want = (answers(one, requests) for one in (it, Engine(target(False), plain, lambda *_: None, NoText, fixed=False)))
+    it = Engine(target(fused), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, padded=True)
+    got, want = (answers(one, requests) for one in (it, Engine(target(False), plain, lambda *_: None, NoText, padded=False)))
     for one in requests:
         assert [t for e in got[one.id] for t in e.tokens] == [t for e in want[one.id] for t in e.tokens]
         noted, expected = ([entry for e in found[one.id] for entry in e.logprobs] for found in (got, want))
         assert [n.token for n in noted] == [n.token for n in expected]
         assert [n.logprob for n in noted] == pytest.approx([n.logprob for n in expected], abs=1e-4)
         assert [[t for t, _ in n.top] for n in noted] == [[t for t, _ in n.top] for n in expected]
-    assert it.graphs is not None
-    ran = {key.drafts for key in it.graphs._graphs if isinstance(key, Key)}
+    ran = {key.tokens - key.rows for key in captured_by(it) if key.layout == SHARED}
     assert 10 in ran and it.stats.drafts.accepted > 0, "16 tokens for six rows: ten drafts"
 
 
@@ -166,15 +169,15 @@ def test_warming_up_captures_what_greedy_requests_need(monkeypatch: pytest.Monke
     monkeypatch.setattr(engines, "captures", lambda target: True)
     monkeypatch.setattr(engines, "Graphs", Repeated)
     config = EngineConfig(max_model_len=24, max_num_seqs=2, kv_cache_tokens=64, block_size=8, speculation=NGRAM)
-    it = Engine(target(True), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, fixed=True)
+    it = Engine(target(True), config, lambda slots, *_: DeviceNgram(slots, NGRAM, 13), NoText, padded=True)
     it.warm_up()
-    assert it.graphs is not None
-    before = set(it.graphs._graphs)
-    shapes = {(key.rows, key.width, key.drafts) for key in before if isinstance(key, Key)}
-    assert any(isinstance(key, PromptKey) for key in before)
-    assert shapes == {(1, 0, None), (1, 3, None), (2, 0, None), (2, 3, None)} == set(it.graphs.costs)
+    before = captured_by(it)
+    shapes = {key[:4] for key in before if key.layout != PROMPT}
+    assert any(key.layout == PROMPT for key in before)
+    assert shapes == {(UNIFORM, 1, 1, 0), (UNIFORM, 1, 4, 3), (UNIFORM, 2, 2, 0), (UNIFORM, 2, 8, 3)}
+    assert shapes == {key[:4] for key in it._step.runner.costs}  # type: ignore[attr-defined]
     answers(it, [request("a", [5, 6, 5, 6], 4), request("b", [7, 8, 7, 8], 3)])
-    assert set(it.graphs._graphs) == before
+    assert captured_by(it) == before
 
 
 def test_captured_steps_with_drawn_drafts_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +197,10 @@ def test_captured_steps_with_drawn_drafts_are_those_of_the_twin(monkeypatch: pyt
 
         def make(slots, mirror, sampling, kv, fixed, captured=captured):  # type: ignore[no-untyped-def]
             model = target(captured)
-            return DeviceDraftModel(model, model.kv_cache(kv.pages, kv.block_size), slots, sampling, 13, True)
+            own = model.kv_cache(kv.pages, kv.block_size)
+            return DraftModel(model, own, slots, sampling, 13, True, True, 24, 64)
 
-        it = Engine(target(captured), config, make, NoText, fixed=True)
+        it = Engine(target(captured), config, make, NoText, padded=True)
         found = answers(it, requests)
         ids = {name: [token for event in events for token in event.tokens] for name, events in found.items()}
         seen.append((ids, it.stats.drafts.drafted, it.stats.drafts.accepted, it.stats.preemptions))
@@ -209,22 +213,21 @@ def test_rare_steps_are_captured_only_if_they_come_often(monkeypatch: pytest.Mon
     shape three kinds of sampling, and logprobs of two sizes."""
     monkeypatch.setattr(engines, "captures", lambda target: True)
     monkeypatch.setattr(engines, "Graphs", Repeated)
-    monkeypatch.setattr(graphs, "UNCAPTURED", 2)
+    monkeypatch.setattr(runner, "UNCAPTURED", 2)
     config = EngineConfig(max_model_len=40, max_num_seqs=1, kv_cache_tokens=64, block_size=8)
-    it = Engine(target(True), config, lambda *_: None, NoText, fixed=True)
+    it = Engine(target(True), config, lambda *_: None, NoText, padded=True)
     it.warm_up()
-    assert it.graphs is not None
-    before = set(it.graphs._graphs)
+    before = captured_by(it)
     kinds = [
         {"temperature": 1.0, "top_p": 0.7, "min_p": 0.1}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0, 4: 2.0}},
         {"logprobs": 0}, {"logprobs": 7},
     ]  # fmt: skip
-    plain = Engine(target(False), config, lambda *_: None, NoText, fixed=False)
+    plain = Engine(target(False), config, lambda *_: None, NoText, padded=False)
     for i, params in enumerate(kinds):
         one = request("a" * (i + 1), [5, 6, 7], 4, **params)
         got, want = answers(it, [one]), answers(plain, [one])
         assert [t for e in got[one.id] for t in e.tokens] == [t for e in want[one.id] for t in e.tokens]
         if i == 0:
-            assert set(it.graphs._graphs) == before
-    more = {(key.rows, key.features, key.top) for key in set(it.graphs._graphs) - before if isinstance(key, Key)}
+            assert captured_by(it) == before
+    more = {(key.rows, key.features, key.top) for key in captured_by(it) - before if key.layout == UNIFORM}
     assert len(more) == 2 and {key[2] for key in more} == {-1, 20}

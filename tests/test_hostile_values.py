@@ -29,7 +29,7 @@ from forerun.bench.options import Options
 from forerun.checks import LARGEST
 from forerun.cli import bench, generate
 from forerun.config import EngineConfig, Speculation
-from forerun.drafters.table import TABLE, Surroundings
+from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.engine import Engine
 from forerun.llm import LLM, LoadedModel
 from forerun.models.tokenizer import Detokenizer
@@ -635,7 +635,7 @@ def test_others_get_their_own_answers_whatever_is_asked_beside_them(
     config = EngineConfig(kv_cache_tokens=1024, max_model_len=128, max_num_seqs=4, speculation=speculation)
 
     def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
-        around = Surroundings(slots, mirror, sampling, kv, config, fixed, loaded.target.vocab, None)
+        around = DrafterContext(slots, mirror, sampling, kv, config, fixed, loaded.target.vocab, None)
         return TABLE[speculation.method](speculation, around) if speculation else None
 
     def steady(i: int) -> Request:

@@ -105,7 +105,7 @@ def test_the_prompt_of_n_completions_is_computed_once(  # type: ignore[no-untype
 ) -> None:
     """But for its last, unfinished page: the others find it in the prefix cache. Not where that is off, and never otherwise
     than without sharing; for short and long prompts, answers of one token, and more of them than run at once."""
-    monkeypatch.setattr("forerun.llm.Engine", partial(Engine, fixed=lag))
+    monkeypatch.setattr("forerun.llm.Engine", partial(Engine, padded=lag))
     prompts = [[5 + i % 200 for i in range(start, start + length)] for start, length in ((0, 100), (7, 96), (30, 9), (50, 17))]
     config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1} if method == "ngram" else None
     if method == "draft_model":

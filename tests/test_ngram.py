@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forerun.config import Speculation
 from forerun.drafters import Rows
 from forerun.drafters.ngram import DeviceNgram, Ngram, NgramIndex, match
-from forerun.engine.slots import Slots
+from forerun.engine.state import RowState
 from forerun.types import Request, SamplingParams
 
 
@@ -94,7 +94,7 @@ def request(prompt: list[int]) -> Request:
 
 @pytest.mark.parametrize("kind", [Ngram, DeviceNgram])
 def test_drafters_follow_the_slots_and_the_row_limits(kind: type[Ngram] | type[DeviceNgram]) -> None:
-    slots = Slots(4, 64, 1, torch.device("cpu"))
+    slots = RowState(4, 64, 1, torch.device("cpu"))
     drafter = kind(slots, Speculation("ngram", 4, prompt_lookup_min=1, prompt_lookup_max=3), 100)
     rng = np.random.default_rng(1)
     text = {slot: rng.integers(0, 4, 10).tolist() for slot in (3, 0, 2)}
@@ -122,7 +122,7 @@ def test_drafters_follow_the_slots_and_the_row_limits(kind: type[Ngram] | type[D
 
 @pytest.mark.parametrize("kind", [Ngram, DeviceNgram])
 def test_ids_past_the_tokenizer_are_never_drafted(kind: type[Ngram] | type[DeviceNgram]) -> None:
-    slots = Slots(1, 16, 1, torch.device("cpu"))
+    slots = RowState(1, 16, 1, torch.device("cpu"))
     drafter = kind(slots, Speculation("ngram", 4, prompt_lookup_min=1, prompt_lookup_max=1), 50)
     slots.set(0, [1, 2, 50, 3, 1])
     drafter.admit(0, request([1, 2, 50, 3, 1]))

@@ -1,123 +1,139 @@
-"""How much is drafted: the goodput rule against trying everything, and what becomes of a row's chances."""
+"""What is verified: the goodput rule against trying everything, and what becomes of a row's history."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Sequence
+from math import nan
 
 import pytest
 
 from forerun.config import Speculation
-from forerun.engine.policy import PRIOR, Chances, Costs, Policy, step_widths
+from forerun.engine.layouts import step_widths
+from forerun.engine.policy import PATIENCE, PRIOR, AcceptanceHistory, Offers, Policy
 
 
-def rows(*rates: float) -> list[Chances]:
-    made = [Chances() for _ in rates]
+def rows(*rates: float, at_hand: Sequence[int | None] = ()) -> list[AcceptanceHistory]:
+    made = [AcceptanceHistory() for _ in rates]
     for row, rate in zip(made, rates, strict=True):
         row.rate, row.idle = rate, 0
+    for row, n in zip(made, at_hand, strict=False):
+        row.at_hand = n
     return made
 
 
-def policy(points: list[tuple[int, float]] | None, k: int = 4) -> Policy:
-    made = Policy(Speculation("ngram", k))
-    made.costs = Costs(points) if points else None
-    return made
-
-
-def test_costs_lie_on_straight_lines_and_never_fall() -> None:
-    costs = Costs([(1, 10.0), (4, 13.0), (8, 12.0), (16, 29.0)])
-    assert [costs(n) for n in (1, 2, 4, 6, 8)] == [10, 11, 13, 13, 13]
-    assert costs(12) == 21 and costs(32) == pytest.approx(61)
+def exact(
+    histories: Sequence[AcceptanceHistory], most: list[int], cost: Callable[[int], float] | None, k: int = 4
+) -> list[int]:
+    """Drafts of each row where any number of them is a shape. cost(n): of a step with so many drafts, None: not known."""
+    survival = Policy.survival(histories, most)
+    number = range(sum(map(len, survival)) + 1)
+    seconds = [nan if cost is None else cost(n) for n in number]
+    return Policy(Speculation("ngram", k)).choose(Offers([k] * len(number), number, seconds), survival, most).drafts
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_shares_are_the_best_there_are(seed: int) -> None:
+def test_the_drafts_are_the_best_there_are(seed: int) -> None:
     rng = random.Random(seed)
-    chances = rows(*(rng.random() for _ in range(3)))
-    points = [(1, 10.0), (4, 10.0 + rng.random() * 3), (9, 12.0 + rng.random() * 20), (20, 40.0)]
-    points = [(n, max(s for _, s in points[: i + 1])) for i, (n, _) in enumerate(points)]
-    it = policy(points, 3)
+    rates = [rng.random() for _ in range(3)]
+    slope = [rng.random() * 3, rng.random() * 4]
 
-    def goodput(shares: tuple[int, ...]) -> float:
-        tokens = sum(1 + sum(c.rate**i for i in range(1, n + 1)) for c, n in zip(chances, shares, strict=True))
-        return tokens / it.costs(3 + sum(shares))  # type: ignore[misc]
+    def cost(n: int) -> float:
+        return 10 + slope[0] * min(n, 3) + slope[1] * max(n - 3, 0)
+
+    def goodput(shares: Sequence[int]) -> float:
+        tokens = sum(1 + sum(rate**i for i in range(1, n + 1)) for rate, n in zip(rates, shares, strict=True))
+        return tokens / cost(sum(shares))
 
     best = max(goodput(shares) for shares in itertools.product(range(4), repeat=3))
-    assert goodput(tuple(it.share_out([3, 3, 3], chances, 3))) == pytest.approx(best)
+    assert goodput(exact(rows(*rates), [3, 3, 3], cost)) == pytest.approx(best)
 
 
-def test_where_positions_are_free_all_is_drafted_and_where_they_are_dear_nothing() -> None:
-    chances = rows(0.9, 0.5, 0.1)
-    assert policy([(1, 10.0), (64, 10.0)]).share_out([4, 2, 0], chances, 3) == [4, 2, 0]
-    assert policy([(1, 1.0), (64, 64.0)]).share_out([4, 4, 4], rows(0.3, 0.3, 0.3), 3) == [0, 0, 0]
-    some = policy([(1, 10.0), (64, 40.0)]).share_out([4, 4, 4], chances, 3)
+def test_where_positions_are_free_all_is_verified_and_where_they_are_dear_nothing() -> None:
+    histories = rows(0.9, 0.5, 0.1)
+    assert exact(histories, [4, 2, 0], lambda n: 10.0) == [4, 2, 0]
+    assert exact(rows(0.3, 0.3, 0.3), [4, 4, 4], lambda n: 3.0 + n) == [0, 0, 0]
+    some = exact(histories, [4, 4, 4], lambda n: 10.0 + 0.5 * n)
     assert some[0] > some[2] and sum(some) < 12
+    assert exact(rows(1.0, 1.0, 1.0), [4, 4, 4], lambda n: 10.0 if n <= 7 else 100.0) == [4, 3, 0], "equals: the first rows"
 
 
-def test_without_costs_drafts_are_as_long_as_they_may_be() -> None:
-    assert policy(None).share_out([4, 1], rows(0.0, 0.0), 2) == [4, 1]
+def test_without_costs_all_is_verified() -> None:
+    assert exact(rows(0.01, 0.01), [4, 1], None) == [4, 1]
 
 
-def test_chances_follow_what_became_of_the_drafts_and_come_back() -> None:
-    row = Chances()
-    assert row.rate == PRIOR and row.expected(2) == pytest.approx(0.75)
+def test_a_drafts_confidence_comes_before_the_rows_history() -> None:
+    sure, unsure = rows(0.1, 0.9, at_hand=(3, 3))
+    sure.confidence, unsure.confidence = [0.99, 0.95, 0.9], [0.5, 0.1, 0.01]
+    assert Policy.survival([sure, unsure], [4, 2]) == [[0.99, 0.95, 0.9], [0.5, 0.1]]
+    assert exact([sure, unsure], [4, 4], lambda n: 10.0 + 3 * n) == [3, 0]
+    broken = AcceptanceHistory()
+    broken.confidence, broken.at_hand = [float("nan"), float("inf")], 2
+    assert Policy.survival([broken], [2]) == [[0.0, 0.0]]
+    unsure.learn(2, 0, 3)
+    assert unsure.confidence is None, "it was another draft's"
+
+
+def test_a_history_follows_what_became_of_the_drafts_and_comes_back() -> None:
+    row = AcceptanceHistory()
+    assert row.rate == PRIOR
     for _ in range(10):
         row.learn(4, 0, 3)
-    assert row.rate < 0.02 and row.expected(4) < 0.03 and row.hoped == row.rate
+    assert row.rate < 0.02 and row.optimistic_rate == row.rate
     low = row.rate
-    row.learn(0, 0, 0)  # the draft that waited was left alone
+    row.learn(0, 0, 0)  # the draft at hand was left out
     assert low < row.rate < PRIOR
     before = row.rate
-    row.learn(0, 0, 0)  # there was none to leave alone
-    assert row.rate == before and row.expected(4) == 0
+    row.learn(0, 0, 0)  # there was none
+    assert row.rate == before and Policy.survival([row], [4]) == [[]]
     for _ in range(12):
         row.learn(2, 2, None)
     assert row.rate > 0.95
 
 
 @pytest.mark.parametrize("middle,wide,width", [(1.3, 1.5, 0), (1.3, 1.2, 8), (1.1, 1.2, 4)])
-def test_the_width_of_a_step_is_worth_its_cost(middle: float, wide: float, width: int) -> None:
+def test_the_width_of_a_padded_step_is_worth_its_cost(middle: float, wide: float, width: int) -> None:
     """Two of eight rows have a draft, of which 1.99 tokens are expected in all, and 1.88 of its first four: worth up to 1.25
     and 1.23 plain steps."""
-    chances = [Chances() for _ in range(8)]
-    for i, row in enumerate(chances):
-        row.found = 8 if i < 2 else 0
-        row.rate = 0.5
+    histories = rows(*[0.5] * 8, at_hand=[8, 8, *[0] * 6])
 
     def chosen(widths: tuple[int, ...], costs: dict[int, float]) -> int:
-        return Policy.step_shape(widths, (), chances, [widths[-1]] * 8, lambda width, _: costs.get(width))[0]
+        most = [widths[-1]] * 8
+        offers = Offers(widths, [-1] * len(widths), [costs.get(width, nan) for width in widths])
+        choice = Policy(Speculation("ngram", 8)).choose(offers, Policy.survival(histories, most), most)
+        assert choice.drafts == most, "the device cuts its own drafts"
+        return widths[choice.offer]
 
     cost = {0: 1.0, 4: middle, 8: wide}
     assert chosen((0, 4, 8), cost) == width
-    assert chosen((0, 4, 8), {}) == 8
+    assert chosen((0, 4, 8), {}) == 8, "it is run to be timed"
     assert chosen((0, 4, 8), {0: 1.0, 8: wide}) == (0 if wide == 1.5 else 8)  # the rest is passed over
-    assert chosen((0,), cost) == 0
-    for row in chances:
-        row.found = 0
+    for row in histories:
+        row.at_hand = 0
     assert chosen((0, 4, 8), {}) == 0
     assert chosen((0, 4), {0: 1.0, 4: 0.9}) == 0, "a figure that cannot be right"
 
 
 def test_shared_drafts_are_the_likeliest() -> None:
-    chances = [Chances() for _ in range(5)]
-    for row, rate, found in zip(chances, (0.2, 0.9, 0.5, 0.8, 0.99), (4, 4, None, 2, 0), strict=True):
-        row.rate, row.found = rate, found
+    histories = rows(0.2, 0.9, 0.5, 0.8, 0.99, at_hand=(4, 4, None, 2, 0))
 
     def shape(costs: dict[int, float], most: list[int]) -> tuple[int, int | None, list[int]]:
         """Where nothing but sharing pays."""
-        return Policy.step_shape(
-            (0, 4), tuple(costs), chances, most, lambda width, drafts: 1.0 if width == 0 else costs.get(drafts or 0, 9.0)
-        )
+        offers = Offers([0, *[4] * (1 + len(costs))], [-1, -1, *costs], [1.0, 9.0, *costs.values()])
+        choice = Policy(Speculation("ngram", 4)).choose(offers, Policy.survival(histories, most), most)
+        drafts = offers.drafts[choice.offer]
+        return offers.width[choice.offer], None if drafts < 0 else drafts, choice.drafts
 
     # in this order: 0.9, 0.81, 0.8, 0.729, 0.64, 0.5, 0.25, ..
     assert shape({3: 1.1}, [4, 3, 4, 4, 4]) == (4, 3, [0, 2, 0, 1, 0])
     assert shape({6: 1.1}, [4, 3, 4, 4, 4]) == (4, 6, [0, 3, 1, 2, 0])
-    assert shape({64: 1.1}, [4, 3, 4, 4, 4]) == (4, 64, [4, 3, 4, 2, 0]), "no more than may be and than were found"
+    assert shape({64: 1.1}, [4, 3, 4, 4, 4]) == (4, 64, [4, 3, 4, 2, 0]), "no more than may be and than are at hand"
     assert shape({3: 1.51, 6: 1.9}, [4, 3, 4, 4, 4])[:2] == (0, None), "2.51 tokens for 5 rows are worth half a step"
     assert shape({3: 1.49, 6: 1.9}, [4, 3, 4, 4, 4])[:2] == (4, 3)
     assert shape({3: 1.49, 6: 1.7}, [4, 3, 4, 4, 4])[:2] == (4, 6), "4.38 tokens"
-    for row in chances:
-        row.found = 0
+    for row in histories:
+        row.at_hand = 0
     assert shape({3: 0.5}, [4, 3, 4, 4, 4])[:2] == (0, None), "whatever it is said to cost"
 
 
@@ -127,11 +143,11 @@ def test_the_widths_of_steps() -> None:
 
 def test_a_row_is_tried_at_first_and_again_after_a_while() -> None:
     """Positions cost so much that only likely drafts pay: a new row gets one, goes on while it is right, stops when it is
-    wrong, and is tried again once it has been idle for long."""
-    it, row = policy([(1, 1.0), (8, 6.0)]), Chances()
+    wrong, and is tried again once it has been idle for long; each trial in vain makes that while longer."""
+    row = AcceptanceHistory()
 
     def share() -> int:
-        return it.share_out([4], [row], 1)[0]
+        return exact([row], [4], lambda n: 1.0 + 0.71 * n)[0]
 
     assert share() >= 1
     for _ in range(3):
@@ -139,8 +155,18 @@ def test_a_row_is_tried_at_first_and_again_after_a_while() -> None:
         assert share() >= 1
     while share():
         row.learn(share(), 0, None)
-    waited = 0
+    whiles = []
+    for _ in range(3):
+        waited = 0
+        while not share():
+            row.learn(0, 0, None)
+            waited += 1
+        whiles.append(waited)
+        while share():
+            row.learn(share(), 0, None)
+    assert 0 < whiles[0] <= PATIENCE + 1 and whiles[0] < whiles[1] < whiles[2]
     while not share():
         row.learn(0, 0, None)
-        waited += 1
-    assert 0 < waited <= 40
+    for _ in range(4):
+        row.learn(1, 1, None)
+    assert row.patience == PATIENCE

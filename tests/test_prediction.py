@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forerun.config import Speculation
 from forerun.drafters import Rows
 from forerun.drafters.prediction import FAR, LONGEST, NEAR, DevicePrediction, Follower, Prediction, locate
-from forerun.engine.slots import Slots
+from forerun.engine.state import RowState
 from forerun.types import Request, SamplingParams
 
 PROMPT = (7, 8, 9)
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 def decode(kind: Kind, prediction: list[int], output: list[int], k: int) -> Run:
     """Produce output step by step, accepting of each draft what agrees with it, one token more a step."""
-    slots = Slots(2, len(PROMPT) + max(len(prediction), len(output)) + k + 1, 1, torch.device("cpu"))
+    slots = RowState(2, len(PROMPT) + max(len(prediction), len(output)) + k + 1, 1, torch.device("cpu"))
     drafter = kind(slots, Speculation("prediction", k), 10**6)
     slots.set(1, PROMPT)
     drafter.admit(1, Request("r", PROMPT, SamplingParams(), len(output), 0, prediction=tuple(prediction)))
@@ -188,7 +188,7 @@ def test_nearness_matters_to_locate() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_are_kept_apart_and_can_resume(kind: Kind) -> None:
-    slots = Slots(3, 32, 1, torch.device("cpu"))
+    slots = RowState(3, 32, 1, torch.device("cpu"))
     drafter = kind(slots, Speculation("prediction", 4), 1000)
     for slot, prediction in ((0, (1, 2, 3, 4, 5, 6)), (2, (11, 12, 1000, 14)), (1, ())):
         slots.set(slot, PROMPT)

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun.config import EngineConfig, Speculation
 from forerun.device import send
-from forerun.drafters.table import TABLE, Surroundings
-from forerun.engine.body import Body, Lives, PromptKey, PromptSizes, prompt_sizes
+from forerun.drafters.table import TABLE, DrafterContext
+from forerun.engine.cycle import PROMPT, Cycle, Key
 from forerun.engine.engine import Engine
-from forerun.engine.fixed import FixedStep
-from forerun.engine.slots import Slots
+from forerun.engine.layouts import PaddedLayout, PromptSizes, prompt_sizes
+from forerun.engine.state import RowState
 from forerun.kernels import reference
 from forerun.models.decoder import KVCache, Target
 from forerun.models.tokenizer import Detokenizer, Tokenizer
@@ -63,21 +63,24 @@ def served(
     )  # fmt: skip
 
     def make(slots, mirror, sampling, kv, fixed):  # type: ignore[no-untyped-def]
-        return TABLE[method](speculation, Surroundings(slots, mirror, sampling, kv, config, fixed, VOCAB, target))
+        return TABLE[method](speculation, DrafterContext(slots, mirror, sampling, kv, config, fixed, VOCAB, target))
 
     tokenizer = Tokenizer(folder)
     it = Engine(target, config, make if method else lambda *_: None, lambda: Detokenizer(tokenizer), fixed)
     shapes: list[tuple[int, int]] = []
-    if isinstance(it._step, FixedStep):
-        it._step.prompt_sizes = PADDED if padded else None
-        inner = it._step.body.prefill
+    if fixed:
+        layout, cycle = it._step.layout, it._step.cycle
+        assert isinstance(layout, PaddedLayout)
+        layout.prompt_sizes = PADDED if padded else None
+        inner = cycle.run
 
-        def prefill(key: PromptKey, given: torch.Tensor):  # type: ignore[no-untyped-def]
-            assert given.shape == (4, key.rows) and int(given[2].sum()) <= key.tokens
-            shapes.append((key.tokens, key.rows))
+        def launched(key: Key, given: torch.Tensor):  # type: ignore[no-untyped-def]
+            if key.layout == PROMPT:
+                assert given.shape == (4, key.rows) and int(given[2].sum()) <= key.tokens
+                shapes.append((key.tokens, key.rows))
             return inner(key, given)
 
-        it._step.body.prefill = prefill  # type: ignore[method-assign]
+        cycle.run = launched  # type: ignore[method-assign]
     kinds, more = list(PARAMS.values()), {"logprobs": 2}
     requests = [
         request(str(i), (p * 4)[: 130 if i % 2 else 9], **{**kinds[i % len(kinds)], **more, "seed": i, "max_tokens": 20 + i})
@@ -112,32 +115,31 @@ def test_padding_changes_nothing(folder: Path, target: Target, method: str | Non
 
 
 class State:
-    """A body without a drafter whose slots hold prompts, with pages of their own. Token 0 is in none of them and means NaN to
+    """A cycle without a drafter whose slots hold prompts, with pages of their own. Token 0 is in none of them and means NaN to
     the model: what the padding reads."""
 
-    def __init__(self, target: Target, kernels: str) -> None:
+    def __init__(self, target: Target, kernels: str, width: int = 0) -> None:
         embedding = target.weights.embedding.dense().clone()
         embedding[0] = torch.nan
         weights = target.weights._replace(embedding=Dense(embedding))
         self.poisoned = Target(target.config, weights, reference if kernels == "reference" else target.kernels)
-        self.slots = Slots(6, 100, 12, torch.device("cpu"))
+        self.slots = RowState(6, 100, 12, torch.device("cpu"), width)
         self.sampling = SamplingState(self.slots.tokens, self.slots.length, target.vocab)
-        self.lives = Lives(self.slots, 0, target.vocab, probs=False)
         self.kv = KVCache(target.config, 1 + 5 * 12, 8, torch.float32)
         self.slots.block_table[:5] = 1 + torch.arange(60).view(5, 12)
         at = torch.Generator().manual_seed(1)
         self.slots.tokens[:5] = torch.randint(3, VOCAB, (5, 100), generator=at)
         self.slots.length[:5] = torch.tensor([30, 9, 41, 77, 5])
-        self.lives.alive[:5] = True
-        self.lives.limit[:5] = 95
+        self.slots.active[:5] = True
+        self.slots.limit[:5] = 95
         for slot in range(5):
             params = SamplingParams(temperature=0.9 * (slot % 2), max_tokens=9)
             self.sampling.set(slot, Request("r", (5,), params, 9, slot))
-        self.body = Body(self.poisoned, self.kv, self.slots, self.sampling, self.lives, None, block=False)
+        self.cycle = Cycle(self.poisoned, self.kv, self.slots, self.sampling, None, block=False)
 
-    def prefill(self, key: PromptKey, rows: list[tuple[int, int, int, int]]):  # type: ignore[no-untyped-def]
+    def prefill(self, key: Key, rows: list[tuple[int, int, int, int]]):  # type: ignore[no-untyped-def]
         features = self.sampling.features(range(5))
-        return self.body.prefill(key._replace(features=features, top=1), torch.tensor(rows).T.contiguous())
+        return self.cycle.run(key._replace(features=features, top=1), torch.tensor(rows).T.contiguous())
 
 
 ROWS = [(0, 0, 30, 1), (3, 8, 30, 0), (1, 8, 1, 1), (2, 0, 41, 1)]
@@ -149,11 +151,11 @@ ROWS = [(0, 0, 30, 1), (3, 8, 30, 0), (1, 8, 1, 1), (2, 0, 41, 1)]
 def test_empty_rows_and_padding_leave_no_trace(target: Target, kernels: str, empty: tuple[int, ...], tokens: int) -> None:
     """Rows of nobody anywhere, padding that is NaN, and a chunk in the middle of its prompt."""
     want, got = State(target, kernels), State(target, kernels)
-    report = want.prefill(PromptKey(102, 4), ROWS)
+    report = want.prefill(Key(PROMPT, 4, 102, 0), ROWS)
     rows = list(ROWS)
     for at in sorted(empty, reverse=True):
         rows.insert(at, (5, 0, 0, 0))
-    padded = got.prefill(PromptKey(tokens, len(rows)), rows)
+    padded = got.prefill(Key(PROMPT, len(rows), tokens, 0), rows)
     real = [i for i, row in enumerate(rows) if row[3]]
     told = [0, 2, 3]
     assert torch.equal(padded.tokens[real], report.tokens[told]) and torch.equal(padded.counts[real], report.counts[told])
@@ -162,7 +164,7 @@ def test_empty_rows_and_padding_leave_no_trace(target: Target, kernels: str, emp
     assert padded.noted is not None and report.noted is not None
     torch.testing.assert_close(padded.noted[0][real], report.noted[0][told])
     assert torch.equal(got.slots.length, want.slots.length) and got.slots.length.tolist() == [31, 10, 42, 77, 5, 1]
-    assert torch.equal(got.lives.alive, want.lives.alive)
+    assert torch.equal(got.slots.active, want.slots.active)
     assert torch.equal(got.slots.tokens[:5], want.slots.tokens[:5])
     for got_pages, want_pages in zip((*got.kv.keys, *got.kv.values), (*want.kv.keys, *want.kv.values), strict=True):
         assert not got_pages[0].any()
@@ -173,10 +175,10 @@ def test_empty_rows_and_padding_leave_no_trace(target: Target, kernels: str, emp
 def test_nothing_but_padding(target: Target) -> None:
     """What is captured: a launch for nobody."""
     state = State(target, "c")
-    before = [part.clone() for part in (state.slots.tokens[:5], state.slots.length, state.lives.alive)]
-    report = state.prefill(PromptKey(32, 4), [(5, 0, 0, 0)] * 4)
+    before = [part.clone() for part in (state.slots.tokens[:5], state.slots.length, state.slots.active)]
+    report = state.prefill(Key(PROMPT, 4, 32, 0), [(5, 0, 0, 0)] * 4)
     assert not report.counts.any()
-    after = (state.slots.tokens[:5], state.slots.length, state.lives.alive)
+    after = (state.slots.tokens[:5], state.slots.length, state.slots.active)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not any(pages.any() for pages in (*state.kv.keys, *state.kv.values))
 
@@ -202,18 +204,17 @@ class NothingForTheHost(TorchDispatchMode):
 @pytest.mark.parametrize("method", [None, "ngram", "prediction", "draft_model"])
 @pytest.mark.parametrize("features", [Features(), Features(True), Features(True, True, True, True, True, True, 4, True)])
 def test_a_launch_of_prompts_fits_a_graph(target: Target, method: str | None, features: Features) -> None:
-    state = State(target, "c")
+    state = State(target, "c", 3 if method else 0)
     state.sampling.host = False
-    key = PromptKey(120, 4, features, 1)
+    key = Key(PROMPT, 4, 120, 0, features, 1)
     if method:
         speculation = SPECULATION[method]
         parts = (state.slots, state.slots, state.sampling, state.kv, EngineConfig(), True, VOCAB, target)
-        state.lives = Lives(state.slots, 3, target.vocab, probs=False)
-        drafter = TABLE[method](speculation, Surroundings(*parts))
-        state.body = Body(target, state.kv, state.slots, state.sampling, state.lives, drafter, block=False)
+        drafter = TABLE[method](speculation, DrafterContext(*parts))
+        state.cycle = Cycle(target, state.kv, state.slots, state.sampling, drafter, block=False)
     given = torch.tensor(ROWS).T.contiguous()
     with NothingForTheHost() as watch:
-        state.body.prefill(key, given)
+        state.cycle.run(key, given)
     assert {"searchsorted", "cumsum", "embedding"} <= watch.seen
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NothingForTheHost():
         bool(given[3, 0])
@@ -222,7 +223,7 @@ def test_a_launch_of_prompts_fits_a_graph(target: Target, method: str | None, fe
 def small(folder: Path, target: Target, **settings: object) -> Engine:
     tokenizer = Tokenizer(folder)
     given: dict = {"max_num_seqs": 4, "kv_cache_tokens": 1024} | settings
-    return Engine(target, EngineConfig(**given), lambda *_: None, lambda: Detokenizer(tokenizer), fixed=True)
+    return Engine(target, EngineConfig(**given), lambda *_: None, lambda: Detokenizer(tokenizer), padded=True)
 
 
 def test_a_slot_that_is_left_and_given_again_between_launches(folder: Path, target: Target) -> None:
@@ -238,22 +239,20 @@ def test_a_slot_that_is_left_and_given_again_between_launches(folder: Path, targ
         slot = it.scheduler.running[0].slot
         assert it.abort("old")
         assert run(it, [new])["new"].ids == alone
-        assert not it._step.body.lives.alive[slot]  # type: ignore[union-attr]
+        assert not it.state.active[slot]
 
 
 def test_a_slot_that_is_given_and_left_between_launches(folder: Path, target: Target) -> None:
     it = small(folder, target)
     step = it._step
-    assert isinstance(step, FixedStep)
     it.add(request("a", [5, 6, 7]))
     plan = it.scheduler.plan()
     (sequence,) = plan.admitted
     slot = sequence.slot
     step.admit(sequence)
     step.release(sequence, slot, False)
-    with torch.inference_mode():
-        step._settle()
-    assert not step.body.lives.alive[slot] and it.slots.length[slot] == 1
+    it.state.apply(step._changes)
+    assert not it.state.active[slot] and it.state.length[slot] == 1
 
 
 def test_arrivals_are_written_together(folder: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +263,7 @@ def test_arrivals_are_written_together(folder: Path, target: Target, monkeypatch
         transfers.append(values)
         return send(values, device)
 
-    for name in ("engine.fixed", "engine.slots", "verify.sampling"):
+    for name in ("engine.state", "verify.sampling"):
         monkeypatch.setattr(f"forerun.{name}.send", counted)
     counts = []
     for many in (1, 7):
@@ -278,13 +277,12 @@ def test_arrivals_are_written_together(folder: Path, target: Target, monkeypatch
         it.step()
         counts.append(len(transfers))
         transfers.clear()
-        lives = it._step.body.lives  # type: ignore[union-attr]
         for sequence in it.scheduler.running:
             slot, wanted = sequence.slot, sequence.request
             ids = wanted.prompt_ids
-            assert it.slots.tokens[slot, : len(ids)].tolist() == list(ids) and it.slots.length[slot] == len(ids) + 1
-            assert lives.alive[slot] and lives.limit[slot] == len(ids) + wanted.max_tokens
-            assert lives.stop_ids[slot].tolist() == [2] + [-1] * 15
+            assert it.state.tokens[slot, : len(ids)].tolist() == list(ids) and it.state.length[slot] == len(ids) + 1
+            assert it.state.active[slot] and it.state.limit[slot] == len(ids) + wanted.max_tokens
+            assert it.state.stop_ids[slot].tolist() == [2] + [-1] * 15
             state, params = it.sampling, wanted.params
             assert (state.seed[slot], state.prompt_len[slot], state.top_k[slot]) == (wanted.seed, len(ids), params.top_k)
             assert (state.temperature[slot], state.top_p[slot], state.min_p[slot]) == (
@@ -296,8 +294,12 @@ def test_arrivals_are_written_together(folder: Path, target: Target, monkeypatch
 
 def test_only_what_may_come_is_captured_the_largest_first(folder: Path, target: Target) -> None:
     it = small(folder, target, max_model_len=40, max_num_seqs=20)
-    keys = it._prompt_keys(prompt_sizes(800, 20))
+    layout = it._step.layout
+    assert isinstance(layout, PaddedLayout)
+    layout.prompt_sizes = prompt_sizes(800, 20)
+    keys = layout._prompt_keys()
     assert keys == sorted(keys, key=lambda key: (key.rows, key.tokens), reverse=True)
     assert [key.tokens for key in keys if key.rows == 20] == [800, 768, 512, 384, 256, 192, 128, 64, 32]
     assert [key.tokens for key in keys if key.rows == 8] == [384, 256, 192, 128, 64, 32]  # 8 * 40 = 320 at most
-    assert it._prompt_keys(None) == []
+    layout.prompt_sizes = None
+    assert layout._prompt_keys() == []

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters import Drafter
-from forerun.drafters.table import TABLE, Surroundings
-from forerun.engine import body, step
+from forerun.drafters.table import TABLE, DrafterContext
+from forerun.engine import cycle
 from forerun.engine.engine import Engine
 from forerun.engine.owner import Owner
 from forerun.engine.scheduler import PlanRow, Scheduler
@@ -79,7 +79,7 @@ def engine(config: EngineConfig, fixed: bool) -> Engine:
     def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Drafter | None:
         if config.speculation is None:
             return None
-        around = Surroundings(slots, mirror, sampling, kv, config, fixed, VOCAB, Ledger(salt=1))  # type: ignore[arg-type]
+        around = DrafterContext(slots, mirror, sampling, kv, config, fixed, VOCAB, Ledger(salt=1))  # type: ignore[arg-type]
         return TABLE[config.speculation.method](config.speculation, around)
 
     return Engine(Ledger(), config, make, Letters, fixed)  # type: ignore[arg-type]
@@ -132,15 +132,16 @@ def some_request(rng: random.Random, name: str, before: list[int], most: int, po
 def trouble(it: Engine, rng: random.Random, kinds: list[str], where: str | None = None) -> Iterator[list[str]]:
     """Once, somewhere in the engine's work, an exception or an interrupt; says which it was."""
     places: list[tuple[Any, str]] = [
-        (it.slots, "lay"), (it.sampling, "shape"), (it.sampling, "features"), (it.scheduler, "plan"), (it.scheduler, "commit"),
-        (it.scheduler, "finish"), (it.scheduler, "_admit"), (it.scheduler, "_leave"), (it.scheduler.pages, "allocate"),
-        (it.scheduler.pages, "release"), (it.scheduler.pages, "publish"), (it.scheduler.pages, "match"), (it._step, "launch"),
-        (it._step, "admit"), (it._step, "release"), (it, "_cut"), (it, "_commit"), (it, "_leave"), (it, "_admit"),
+        (it.state, "map_pages"), (it.state, "apply"), (it.sampling, "shape"), (it.sampling, "features"),
+        (it.scheduler, "plan"), (it.scheduler, "commit"), (it.scheduler, "finish"), (it.scheduler, "_admit"),
+        (it.scheduler, "_leave"), (it.scheduler.pages, "allocate"), (it.scheduler.pages, "release"),
+        (it.scheduler.pages, "publish"), (it.scheduler.pages, "match"), (it._step, "launch"), (it._step, "draft"),
+        (it._step, "admit"), (it._step, "release"), (it._step.layout, "arrange"), (it._step.cycle, "_commit"),
+        (it, "_cut"), (it, "_commit"), (it, "_leave"), (it, "_admit"),
     ]  # fmt: skip
-    target = it._step.body.target if hasattr(it._step, "body") else it._step.target
-    places += [(target, "forward")] * 4
+    places += [(it._step.cycle.target, "forward")] * 4
     if it.drafter is not None:
-        places += [(it.drafter, name) for name in ("admit", "release", "propose", "propose", "propose")]
+        places += [(it.drafter, name) for name in ("admit", "release", "observe", "propose", "propose", "propose")]
     owner, name = rng.choice(places)
     kind, left, late = rng.choice(kinds), rng.randint(1, 30), rng.random() < 0.5
     real, happened = getattr(owner, name), []
@@ -384,16 +385,9 @@ def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def matching(choice: Tensor, draft: Draft) -> Verdict:
         verdict = real(choice, draft)
-        more = verdict.count <= draft.size
-        at = (verdict.count - 1)[:, None]
-        tokens = choice.clone()
-        if draft.tokens.shape[1]:
-            wrong = draft.tokens.gather(1, at.clamp(max=draft.tokens.shape[1] - 1))
-            tokens.scatter_(1, at, torch.where(more[:, None], wrong, tokens.gather(1, at)))
-        return Verdict(tokens, verdict.count)
+        return Verdict(choice, verdict.count + (verdict.count <= draft.size))
 
-    for module in (step, body):
-        monkeypatch.setattr(module, "accept_matching", matching)
+    monkeypatch.setattr(cycle, "accept_matching", matching)
 
 
 def batched_noise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forerun.config import Speculation
 from forerun.drafters import Rows
 from forerun.drafters.suffix import TEXT, Node, OwnTree, SharedTree, Suffix, speculate, tree_size
-from forerun.engine.slots import Slots
+from forerun.engine.state import RowState
 from forerun.types import Request, SamplingParams
 
 
@@ -237,12 +237,12 @@ def test_equally_frequent_continuations_fall_to_the_latest() -> None:
     assert speculate(own_tree([1], 8), shared, 1, 1.0, 0.1).tokens == [3]
 
 
-def drafter(slots: Slots, cached: int) -> Suffix:
+def drafter(slots: RowState, cached: int) -> Suffix:
     chosen = Speculation("suffix", 8, suffix_decoding_max_tree_depth=6, suffix_decoding_max_cached_requests=cached)
     return Suffix(slots, chosen, 100)
 
 
-def begin(slots: Slots, suffix: Suffix, slot: int, prompt: list[int], output: list[int]) -> None:
+def begin(slots: RowState, suffix: Suffix, slot: int, prompt: list[int], output: list[int]) -> None:
     slots.set(slot, prompt + output)
     suffix.admit(slot, Request("r", tuple(prompt), SamplingParams(), 100, 0))
 
@@ -254,7 +254,7 @@ def draft_of(suffix: Suffix, slot: int, k: int = 8) -> list[int]:
 
 
 def test_outputs_are_shared_when_their_request_ends_and_prompts_never() -> None:
-    slots = Slots(2, 64, 1, torch.device("cpu"))
+    slots = RowState(2, 64, 1, torch.device("cpu"))
     suffix = drafter(slots, 10)
     begin(slots, suffix, 0, [50, 51, 52], [10, 11, 12, 13])
     begin(slots, suffix, 1, [10, 11], [])
@@ -270,7 +270,7 @@ def test_outputs_are_shared_when_their_request_ends_and_prompts_never() -> None:
 
 
 def test_without_a_shared_tree_nothing_crosses_requests() -> None:
-    slots = Slots(2, 64, 1, torch.device("cpu"))
+    slots = RowState(2, 64, 1, torch.device("cpu"))
     suffix = drafter(slots, 0)
     begin(slots, suffix, 0, [50], [10, 11, 12, 13])
     suffix.release(0, True)
@@ -280,7 +280,7 @@ def test_without_a_shared_tree_nothing_crosses_requests() -> None:
 
 def test_drafter_follows_the_slots() -> None:
     rng = np.random.default_rng(2)
-    slots = Slots(1, 64, 1, torch.device("cpu"))
+    slots = RowState(1, 64, 1, torch.device("cpu"))
     suffix = drafter(slots, 0)
     text = rng.integers(0, 3, 12).tolist()
     begin(slots, suffix, 0, text, [])

@@ -17,7 +17,7 @@ from forerun import cli
 from forerun.bench.command import Options, plan_of, subject_of
 from forerun.bench.records import record
 from forerun.config import EngineConfig, Speculation
-from forerun.drafters.table import TABLE, Surroundings
+from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.engine import Engine
 from forerun.llm import LLM, LoadedModel
 from forerun.models.tokenizer import Detokenizer
@@ -63,7 +63,7 @@ def engine(loaded: LoadedModel, method: str, fixed: bool, drafter: LoadedModel) 
     vocab = min(loaded.tokenizer.size, loaded.target.vocab)
 
     def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
-        around = Surroundings(slots, mirror, sampling, kv, config, fixed, vocab, drafter.target)
+        around = DrafterContext(slots, mirror, sampling, kv, config, fixed, vocab, drafter.target)
         return TABLE[speculation.method](speculation, around) if speculation else None
 
     return Engine(loaded.target, config, make, lambda: Detokenizer(loaded.tokenizer), fixed)

@@ -123,8 +123,8 @@ def step_times(loaded: LoadedModel, repetitions: int) -> dict[str, list[float]]:
     """Seconds of a forward pass of 1 and of 9 rows of one sequence at a context of 300, in turn."""
     llm = LLM(loaded, kv_cache_tokens=KV)
     engine = llm.engine
-    slots, pages = engine.slots, engine.scheduler.pages
-    engine.slots.set(0, [5] * 320)
+    slots, pages = engine.state, engine.scheduler.pages
+    engine.state.set(0, [5] * 320)
     slots.block_table[0, :20] = torch.arange(1, 21, dtype=torch.int32)
     assert pages.count > 20
     samples: dict[str, list[float]] = {"1": [], "5": [], "9": []}

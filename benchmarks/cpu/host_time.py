@@ -25,9 +25,8 @@ import torch
 
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.body import Key, PromptKey, Report
+from forerun.engine.cycle import PROMPT, Key, Report
 from forerun.engine.engine import Engine
-from forerun.engine.fixed import FixedStep
 from forerun.engine.text import Detokenizer
 from forerun.models import hub, tokenizer
 from forerun.models.config import ModelConfig, Rope
@@ -36,8 +35,8 @@ from forerun.types import Request, SamplingParams
 
 ROWS = (1, 8, 32, 128)
 NGRAM = Speculation("ngram", 4, 2, 5)
-PROMPT, STEPS, REPETITIONS = 20, 100, 5
-LONGEST = PROMPT + 1 + 5 * (STEPS * REPETITIONS + 20)
+PROMPT_TOKENS, STEPS, REPETITIONS = 20, 100, 5
+LONGEST = PROMPT_TOKENS + 1 + 5 * (STEPS * REPETITIONS + 20)
 VOCAB = 49152
 
 
@@ -62,29 +61,29 @@ def engine(rows: int, speculation: Speculation | None, detokenizer: Callable[[],
     def make(slots: Any, *_: Any) -> DeviceNgram | None:
         return None if speculation is None else DeviceNgram(slots, speculation, VOCAB)
 
-    it = Engine(target, config, make, detokenizer, fixed=True)
+    it = Engine(target, config, make, detokenizer, padded=True)
     generator = torch.Generator().manual_seed(0)
     drafts = speculation.num_speculative_tokens if speculation else 0
-    counts = torch.tensor([[3, drafts, drafts] if drafts else [1, 0, 0]] * rows)
+    counts = torch.tensor([[3, drafts, 2, 0, drafts] if drafts else [1, 0, 0, 0, 0]] * rows)
     pool = [Report(torch.randint(2, VOCAB, (rows, drafts + 1), generator=generator), counts, None) for _ in range(16)]
     made = 0
 
-    assert isinstance(it._step, FixedStep)
-    launch = it._step._run
+    runner: Any = it._step.runner
+    launch = runner.run
 
-    def ready(key: Key | PromptKey, *given: list[int]) -> Report:
+    def ready(key: Key, given: Sequence[list[int]]) -> Report:
         nonlocal made
-        if isinstance(key, PromptKey):
-            return launch(key, *given)
+        if key.layout == PROMPT:
+            return launch(key, given)
         made += 1
         return pool[made % len(pool)]
 
-    it._step._run = ready
-    it._step._cost = lambda rows, width, drafts: 1.0 + 0.05 * width
-    params = SamplingParams(temperature=0.0, max_tokens=LONGEST - PROMPT)
+    runner.run = ready
+    runner.cost = lambda keys, context: [1.0 + 0.05 * key.width for key in keys]
+    params = SamplingParams(temperature=0.0, max_tokens=LONGEST - PROMPT_TOKENS)
     for i in range(rows):
-        prompt = tuple(torch.randint(2, VOCAB, (PROMPT,), generator=generator).tolist())
-        it.add(Request(str(i), prompt, params, LONGEST - PROMPT, i, stop_ids=(0, 1)))
+        prompt = tuple(torch.randint(2, VOCAB, (PROMPT_TOKENS,), generator=generator).tolist())
+        it.add(Request(str(i), prompt, params, LONGEST - PROMPT_TOKENS, i, stop_ids=(0, 1)))
     for _ in range(10):
         it.step()
     return it

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from forerun.config import EngineConfig, Speculation
-from forerun.drafters.table import TABLE, Surroundings
+from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.models.tokenizer import Detokenizer
@@ -46,13 +46,13 @@ def engine(model: Any, arm: dict[str, Any] | None, caching: bool) -> Engine:
         max_model_len=1024, max_num_seqs=16, kv_cache_tokens=32768, enable_prefix_caching=caching, speculation=speculation,
     )  # fmt: skip
 
-    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
+    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, padded: bool) -> Any:
         if speculation is None:
             return None
-        around = Surroundings(slots, mirror, sampling, kv, config, fixed, model.tokenizer.size, model.target)
+        around = DrafterContext(slots, mirror, sampling, kv, config, padded, model.tokenizer.size, model.target)
         return TABLE[speculation.method](speculation, around)
 
-    return Engine(model.target, config, make, lambda: Detokenizer(model.tokenizer), fixed=True)
+    return Engine(model.target, config, make, lambda: Detokenizer(model.tokenizer), padded=True)
 
 
 def chats(it: Engine, model: Any, turns: int, length: int) -> tuple[list[list[list[int]]], list[list[list[float]]], float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import ARMS, CUDA, DEVICE, NGRAM, NoText, capture, engine, fixed_step, release, run
+from harness import ARMS, CUDA, DEVICE, NGRAM, NoText, capture, engine, release, run
 from torch import Tensor
 
 from forerun.config import EngineConfig, Speculation
@@ -232,7 +232,7 @@ def no_waiting(target: Target, prompts: Prompts, rows: int = 8, steps: int = 15)
         problem = _steady(it.step, steps) if _warm(it) else "not all rows decode"
         while it.has_work:
             it.step()
-        found[name] = {"problem": problem, "waits": fixed_step(it).waits, "steps": it.stats.steps}
+        found[name] = {"problem": problem, "waits": it._step.waits, "steps": it.stats.steps}
         release()
     x = torch.zeros(1, device=DEVICE)
     return found | {"control": {"problem": _steady(x.item, 1)}}

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from forerun.config import EngineConfig, Speculation
-from forerun.drafters.table import TABLE, Surroundings
-from forerun.engine.body import Key
+from forerun.drafters.table import TABLE, DrafterContext
+from forerun.engine.cycle import decode_key
 from forerun.engine.engine import Engine, EngineStats
-from forerun.engine.fixed import FixedStep
+from forerun.engine.layouts import step_widths
 from forerun.models.config import ModelConfig, Rope
 from forerun.models.decoder import Target
 from forerun.types import Request, SamplingParams
@@ -79,19 +79,14 @@ def engine(
     kv_tokens = rows * CONTEXT if kv_tokens == -1 else kv_tokens
     config = EngineConfig(max_model_len=CONTEXT, max_num_seqs=rows, kv_cache_tokens=kv_tokens, speculation=speculation)
 
-    def from_table(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
+    def from_table(state: Any, mirror: Any, sampling: Any, kv: Any, padded: bool) -> Any:
         if speculation is None:
             return None
         return TABLE[speculation.method](
-            speculation, Surroundings(slots, mirror, sampling, kv, config, fixed, target.vocab, target)
+            speculation, DrafterContext(state, mirror, sampling, kv, config, padded, target.vocab, target)
         )
 
-    return Engine(target, config, make or from_table, NoText, fixed=True)
-
-
-def fixed_step(it: Engine) -> FixedStep:
-    assert isinstance(it._step, FixedStep)
-    return it._step
+    return Engine(target, config, make or from_table, NoText, padded=True)
 
 
 class Ran(NamedTuple):
@@ -118,7 +113,7 @@ def run(
     answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     if fresh:
         it.scheduler.pages.clear()
-    it.stats, waits = EngineStats(), fixed_step(it).waits
+    it.stats, waits = EngineStats(), it._step.waits
     synchronize()
     start = time.perf_counter()
     for i, prompt in enumerate(prompts):
@@ -131,15 +126,14 @@ def run(
             answers[event.request_id] += event.tokens
     synchronize()
     seconds = time.perf_counter() - start
-    return Ran(seconds, list(answers.values()), it.stats, fixed_step(it).waits - waits)
+    return Ran(seconds, list(answers.values()), it.stats, it._step.waits - waits)
 
 
 def capture(it: Engine, rows: int, features: Features | None = None) -> None:
     """Have the steps of so many rows ready, with drafts and without."""
-    if it.graphs is not None:
-        with torch.inference_mode():
-            for width in fixed_step(it).widths:
-                it.graphs.capture(Key(rows, width, it.graphs.body.served(features or Features())))
+    cycle = it._step.cycle
+    served = cycle.served(features or Features())
+    it._step.runner.warm_up([decode_key(rows, width, None, served) for width in step_widths(cycle.width)], whole=False)
 
 
 def median_ms(launch: Callable[[], Any], repeat: int, before: Callable[[], Any] = lambda: None) -> float:
@@ -172,20 +166,20 @@ def _timed(launch: Callable[[], Any]) -> float:
 
 
 def fill(it: Engine, rows: int, context: int) -> Callable[[], None]:
-    """Give the first slots sequences of random ids with pages of their own, alive and far from their limit. What is returned
+    """Give the first slots sequences of random ids with pages of their own, active and far from their limit. What is returned
     puts their lengths back, so that every step is made at the same context."""
-    lives, slots, block = fixed_step(it).body.lives, it.slots, it.config.block_size
+    state, block = it.state, it.config.block_size
     each = -(-(context + 100) // block)
     for slot in range(rows):
-        slots.tokens[slot, :context] = torch.randint(0, it._vocab, (context,)).to(DEVICE)
-        slots.length[slot] = context
+        state.tokens[slot, :context] = torch.randint(0, it._vocab, (context,)).to(DEVICE)
+        state.length[slot] = context
         pages = torch.arange(1 + slot * each, 1 + (slot + 1) * each, dtype=torch.int32)
-        slots.block_table[slot, :each] = pages.to(DEVICE)
-        lives.alive[slot], lives.limit[slot], lives.draft_size[slot] = True, CONTEXT - 50, 0
-    saved = slots.length.clone()
+        state.block_table[slot, :each] = pages.to(DEVICE)
+        state.active[slot], state.limit[slot], state.draft_size[slot] = True, CONTEXT - 50, 0
+    saved = state.length.clone()
 
     def put_back() -> None:
-        slots.length.copy_(saved)
+        state.length.copy_(saved)
 
     return put_back
 
@@ -197,15 +191,12 @@ def step_ms(
     """Milliseconds of a step (captured on CUDA) of so many rows at this context, drafting included where the engine does.
     sampling: the parameters of all rows, greedy by default; drafts: of all rows together (None: width for each)."""
     put_back = fill(it, rows, context)
-    body, slot, k = fixed_step(it).body, list(range(rows)), [width] * rows
+    step, slot, k = it._step, list(range(rows)), [width] * rows
     params = SamplingParams(**({"temperature": 0} | (sampling or {})), max_tokens=8)
     for i in slot:
         it.sampling.set(i, Request(str(i), (1, 2), params, 8, i))
-    key = Key(rows, width, body.features(slot), drafts=drafts)
-    if it.graphs is not None:
-        return median_ms(lambda: it.graphs.run(key, slot, k), repeat, put_back)  # type: ignore[union-attr]
-    at, most = torch.tensor(slot), torch.tensor(k)
-    return median_ms(lambda: body.run(key, at, most), repeat, put_back)
+    key = decode_key(rows, width, drafts, step.cycle.features(slot))
+    return median_ms(lambda: step.runner.run(key, [slot, k]), repeat, put_back)
 
 
 class Record:

@@ -21,7 +21,6 @@ from harness import (
     capture,
     engine,
     fill,
-    fixed_step,
     median_ms,
     release,
     run,
@@ -31,10 +30,10 @@ from harness import (
 from torch import Tensor
 
 from forerun.config import Speculation
-from forerun.drafters import Needs, Rows
-from forerun.engine.body import Body, Key, PromptKey, shared_drafts
+from forerun.drafters import Needs, Rows, Stateless
+from forerun.engine.cycle import Cycle, Key, Layout, decode_key
 from forerun.engine.engine import Engine
-from forerun.kernels import Batch
+from forerun.engine.layouts import shared_drafts
 from forerun.models.decoder import Target
 from forerun.types import Draft, Request, SamplingParams
 
@@ -130,33 +129,30 @@ def sampled(target: Target, rows: Sequence[int], widths: Sequence[int] = (0, 4),
 
 
 def _choosing(it: Engine, rows: int, width: int) -> dict[str, float]:
-    """Milliseconds of choosing for the parameters that the first slots have, in the body's own form and in torch's."""
+    """Milliseconds of choosing for the parameters that the first slots have, in the cycle's own form and in torch's."""
     if not CUDA:
         return {}
-    body, total = fixed_step(it).body, rows * (width + 1)
+    cycle, total = it._step.cycle, rows * (width + 1)
     slot = torch.arange(rows, device=DEVICE)
     logits = torch.randn(total, it.sampling.vocab, device=DEVICE) * 3
     positions = torch.arange(total, device=DEVICE) % 500
-    own, exact = (Key(rows, width, found) for found in (body.features(range(rows)), it.sampling.features(range(rows))))
+    found = (cycle.features(range(rows)), it.sampling.features(range(rows)))
+    own, exact = (decode_key(rows, width, None, features) for features in found)
+    empty: Any = None  # choosing reads nothing else of a layout
+    layout = Layout(empty, slot, slot, positions, None, empty, None, slot, None, None)
     return {
-        "choosing_ms": _chain_us(lambda: body._choose(own, slot, positions, logits), 5) / 1e3,
-        "torch_choosing_ms": _chain_us(lambda: Body._choose(body, exact, slot, positions, logits), 5) / 1e3,
+        "choosing_ms": _chain_us(lambda: cycle._choose(own, layout, logits), 5) / 1e3,
+        "torch_choosing_ms": _chain_us(lambda: Cycle._choose(cycle, exact, layout, logits), 5) / 1e3,
     }
 
 
-class Unasked:
-    """A drafter that is never asked: its engine's steps have room for drafts and look nothing up."""
+class Unasked(Stateless):
+    """A drafter that is never asked: its engine's steps have space for drafts and look nothing up."""
 
     needs = Needs()
 
-    def admit(self, slot: int, request: Request) -> None: ...
-
-    def release(self, slot: int, finished: bool) -> None: ...
-
     def propose(self, rows: Rows) -> Draft:
         raise NotImplementedError
-
-    def prefill(self, batch: Batch) -> None: ...
 
 
 @torch.inference_mode()
@@ -174,9 +170,9 @@ def share(target: Target, rows: Sequence[int] = (1, 8, 32), width: int = 4, cont
         cell: dict[str, Any] = {"rows": count, "k": width, "context": context}
         cell["whole_us"] = step_ms(with_look_up, count, width, context) * 1e3
         cell["whole_without_look_up_us"] = step_ms(without, count, width, context) * 1e3
-        it, slots, lives = with_look_up, with_look_up.slots, fixed_step(with_look_up).body.lives
-        ends, drafts = (lives.limit, lives.alive, lives.stop_ids), (lives.draft, lives.draft_size)
-        pool = cuda_step.Pool(slots.tokens, slots.length, *ends, slots.block_table, *drafts)
+        it, s = with_look_up, with_look_up.state
+        parts = (s.tokens, s.length, s.limit, s.active, s.stop_ids, s.block_table, s.draft, s.draft_size)
+        pool = cuda_step.Pool(*parts)
         slot = torch.arange(count, device=DEVICE)
         size = torch.full((count,), width, device=DEVICE)
         choice = torch.randint(0, target.vocab, (count, width + 1), device=DEVICE)
@@ -290,22 +286,20 @@ def timeline(target: Target, prompts: Prompts, rows: int = 32, tokens: int = 256
         it = engine(target, arm, rows)
         it.warm_up()
         run(it, prompts[:rows], tokens, 0.0)
-        graphs, step = it.graphs, fixed_step(it)
-        assert graphs is not None
-        marks: list[tuple[tuple[Any, ...], torch.cuda.Event]] = []
+        graphs: Any = it._step.runner
+        marks: list[tuple[Key, torch.cuda.Event]] = []
 
-        def marked(key: Key | PromptKey, *given: Any, launch: Any = step._run, marks: list[Any] = marks) -> Any:
-            report = launch(key, *given)
-            shape = (key.rows, key.width, key.drafts) if isinstance(key, Key) else ("prompts", key.tokens)
-            marks.append((shape, torch.cuda.Event(enable_timing=True)))
+        def marked(key: Key, given: Any, launch: Any = graphs.run, marks: list[Any] = marks) -> Any:
+            report = launch(key, given)
+            marks.append((Key(*key[:4]), torch.cuda.Event(enable_timing=True)))
             marks[-1][1].record()
             return report
 
-        step._run = marked
+        graphs.run = marked
         before = torch.cuda.Event(enable_timing=True)
         before.record()
         ran = run(it, prompts[:rows], tokens, 0.0)
-        found: dict[tuple[Any, ...], list[float]] = {}
+        found: dict[Key, list[float]] = {}
         for shape, end in marks:
             found.setdefault(shape, []).append(before.elapsed_time(end))
             before = end
@@ -313,14 +307,14 @@ def timeline(target: Target, prompts: Prompts, rows: int = 32, tokens: int = 256
             "arm": name, "seconds": ran.seconds,
             "shapes": [
                 {
-                    "shape": shape, "steps": len(ms), "total_ms": sum(ms), "median_ms": statistics.median(ms),
-                    "cost_ms": graphs.costs.get(shape),  # type: ignore[call-overload]
+                    "shape": shape[:4], "steps": len(ms), "total_ms": sum(ms), "median_ms": statistics.median(ms),
+                    "cost_s": graphs.costs.get(shape, [None])[0],
                 }
                 for shape, ms in found.items()
             ],
         })  # fmt: skip
         print(json.dumps(cells[-1]), flush=True)
-        del it, graphs, step, marked
+        del it, graphs, marked
         release()
     return cells
 

@@ -20,12 +20,12 @@ import torch
 from forerun import checks
 from forerun.config import DEVICE, DTYPE, EngineConfig, Speculation, model_name
 from forerun.drafters import Drafter
-from forerun.drafters.table import TABLE, Surroundings
+from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.engine import Engine, EngineStats
 from forerun.engine.memory import fits_memory
 from forerun.engine.owner import Owner, Stream
 from forerun.engine.scheduler import Sequence as Live
-from forerun.engine.slots import Slots
+from forerun.engine.state import RowState
 from forerun.engine.stats import DraftStats
 from forerun.idle import IdleDrafter
 from forerun.models import hub
@@ -220,11 +220,13 @@ class LLM:
             drafter_model = drafter.target
             context = min(speculation.max_model_len or drafter.target.max_positions, drafter.target.max_positions)
 
-        def make_drafter(slots: Slots, mirror: Slots, sampling: SamplingState, kv: KVCache, fixed: bool) -> Drafter | None:
+        def make_drafter(
+            state: RowState, mirror: RowState, sampling: SamplingState, kv: KVCache, padded: bool
+        ) -> Drafter | None:
             if speculation is None:
                 return None
-            around = Surroundings(slots, mirror, sampling, kv, config, fixed, vocab, drafter_model)
-            return TABLE[speculation.method](speculation, around)
+            given = DrafterContext(state, mirror, sampling, kv, config, padded, vocab, drafter_model)
+            return TABLE[speculation.method](speculation, given)
 
         self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(tokenizer))
         self.engine.warm_up()

@@ -147,11 +147,13 @@ class Draft(NamedTuple):
 
     tokens: [B,K] int64, anything past a row's size; size: [B] int64, 0 where it proposes nothing;
     probs: [B,K,V] float32, the distributions that the tokens were drawn from, or None: point masses.
+    confidence: [B,K] float32, the drafter's estimate that this token and all before it are accepted, or None: it has none.
     """
 
     tokens: Tensor
     size: Tensor
     probs: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 class Verdict(NamedTuple):

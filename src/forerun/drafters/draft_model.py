@@ -1,162 +1,101 @@
-"""Drafts from a smaller model with the target's vocabulary, greedy (point masses) or sampled (with probabilities).
+"""Drafts from a smaller model with the target's vocabulary, greedy (point masses) or drawn (with probabilities).
 
-It keeps keys and values of its own under the target's page numbers. They are computed when a draft is asked for, for
-all that was committed since: after 0 .. k accepted tokens alike, and not at all while nothing is drafted. They are not
-prefix-cached: a sequence that starts on cached pages has its prompt computed by the drafter anyway.
+It keeps keys and values of its own under the target's page numbers, in one of two ways. Where the layout is exact, they are
+computed when a draft is asked for, for all that was committed since: not at all while nothing is drafted. They are not
+prefix-cached then. Where it is padded, they keep pace with the target's: prompts go through the drafter in the same parts, so
+that cached pages are good for both, and a draft begins by computing the last two committed tokens, since after a draft that was
+accepted to its end both are new to it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.drafters import Needs, Rows
-from forerun.engine.slots import Slots
+from forerun.drafters import Needs, Observed, Rows, RowState, Stateless
 from forerun.kernels import Batch
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Draft, Request
 from forerun.verify import noise
-from forerun.verify.sampling import Features, SamplingState
+from forerun.verify.sampling import SamplingState
 
 
-class DraftModel:
+class DraftModel(Stateless):
     def __init__(
-        self,
-        model: Target,
-        kv: KVCache,
-        slots: Slots,
-        sampling: SamplingState,
-        vocab: int,
-        limit: int,
-        budget: int,
-        sampled: bool,
+        self, model: Target, kv: KVCache, state: RowState, sampling: SamplingState, vocab: int, drawn: bool,
+        padded: bool, limit: int, budget: int,
     ) -> None:
-        """kv: as many pages as the target's; vocab: ids from here on are never drafted; limit: the drafter's context;
-        budget: tokens of one of its forward passes; sampled: draw the drafts and say from what."""
-        self.needs = Needs(kv_bytes_per_token=model.kv_bytes_per_token, weight_bytes=model.bytes)
-        self._model, self._kv, self._slots, self._sampling = model, kv, slots, sampling
-        self._vocab, self._limit, self._budget, self._sampled = vocab, limit, budget, sampled
-        self._computed = np.zeros(len(slots.length), np.int64)  # per slot: positions with valid keys and values
+        """kv: as many pages as the target's; vocab: ids from here on are never drafted; drawn: draw the drafts and say from
+        what; limit: the drafter's context; budget: tokens of one of its forward passes. A padded layout takes no limit below
+        the engine's, since the drafter would have to stop on the device."""
+        self.needs = Needs(True, kv_bytes_per_token=model.kv_bytes_per_token, weight_bytes=model.bytes)
+        self._model, self._kv, self._state, self._sampling = model, kv, state, sampling
+        self._vocab, self._drawn, self._padded = vocab, drawn, padded
+        self._limit, self._budget = limit, budget
+        self._computed = np.zeros(len(state.length), np.int64)  # exact layout, by slot: positions with keys and values
 
     def admit(self, slot: int, request: Request) -> None:
         self._computed[slot] = 0
 
-    def release(self, slot: int, finished: bool) -> None:
-        pass
-
-    def prefill(self, batch: Batch) -> None:
-        pass
-
-    def restart(self) -> None:
-        """Nothing to do: admission forgets what was computed."""
+    def observe(self, seen: Observed) -> None:
+        if self._padded and seen.prompts:
+            self._model.forward(seen.batch._replace(logits_at=seen.batch.ids.new_zeros(1)), self._kv)
 
     def propose(self, rows: Rows) -> Draft:
-        slot, length = rows.slot.cpu().numpy(), self._slots.length[rows.slot].cpu().numpy()
-        size = np.clip(np.minimum(rows.k.cpu().numpy(), self._limit - length + 1), 0, None)  # [B]
-        width = int(size.max(initial=0))
-        tokens = rows.slot.new_zeros(len(slot), width)
-        target_vocab = self._sampling.vocab
-        probs = torch.zeros(len(slot), width, target_vocab, device=tokens.device) if self._sampled and width else None
-
-        u = noise.block_noise(self._sampling.seed[rows.slot], self._slots.length[rows.slot], width, noise.DRAFT)  # [B,K]
-
-        row = np.flatnonzero(size)  # the rows still drafting
-        begin = np.minimum(self._computed[slot], length - 1)
+        state, slot, width = self._state, rows.slot, rows.width
+        length = state.length[slot]  # [B]
+        size = rows.k.clamp(max=width)
+        if not self._padded:
+            size = torch.minimum(size, (self._limit - length + 1).clamp(min=0))
+            width = int(size.max()) if len(size) else 0
+        tokens = slot.new_zeros(len(slot), width)
+        probs = torch.zeros(len(slot), width, self._sampling.vocab, device=slot.device) if self._drawn and width else None
+        chance = torch.zeros(len(slot), width) if not (self._drawn or self._padded) else None
+        u = noise.block_noise(self._sampling.seed[slot], length, width, noise.DRAFT)  # [B,K]
         for i in range(width):
-            last = length[row] + i  # where the next drafted token stands
-            logits = self._forward(slot[row], begin[row], last - begin[row])
-            at, on = torch.from_numpy(row).to(tokens.device), torch.from_numpy(slot[row]).to(tokens.device)
-            tokens[at, i], q = self._choose(logits, on, torch.from_numpy(last).to(tokens.device), u[at, i])
-            if probs is not None:
-                probs[at, i] = q
-            self._slots.tokens[on, torch.from_numpy(last).to(tokens.device)] = tokens[at, i]
-            begin[row] = last
-            row = row[size[row] > i + 1]
-        self._computed[slot] = np.where(size > 0, begin, self._computed[slot])
-        return Draft(tokens, torch.from_numpy(size).to(tokens.device), probs)
+            on = slice(None) if self._padded else (size > i).nonzero()[:, 0]  # rows that still draft
+            logits = self._logits(slot[on], length[on] + i, rows.k[on], i == 0)
+            known = logits[:, : self._vocab]
+            if self._drawn or rows.features.shaped:
+                known = F.pad(known, (0, self._sampling.vocab - self._vocab), value=-torch.inf)
+            shaped = self._sampling.shape(known, slot[on], length[on] + i, rows.features)
+            if probs is None:
+                top, tokens[on, i] = shaped.max(-1)
+                if chance is not None:
+                    chance[on, i] = (top - shaped.logsumexp(-1)).exp()
+            else:
+                probs[on, i] = q = self._sampling.probs(shaped, slot[on], rows.features)
+                tokens[on, i] = noise.draw(q, u[on, i])
+            state.tokens[slot[on], length[on] + i] = tokens[on, i]
+        if not self._padded:
+            at, drafted = slot.numpy(), size.numpy()
+            self._computed[at] = np.where(drafted > 0, length.numpy() + drafted - 1, self._computed[at])
+        return Draft(tokens, size, probs, None if chance is None else chance.cumprod(1))
 
-    def _forward(self, slot: np.ndarray, begin: np.ndarray, count: np.ndarray) -> Tensor:
-        """Logits behind the last of each row's tokens, [B,V], computing the pending ones in passes within the budget."""
-        share = max(self._budget // len(slot), 1)
+    def _logits(self, slot: Tensor, length: Tensor, k: Tensor, first: bool) -> Tensor:
+        """Logits behind the last of each row's tokens, of which there are `length`, drafts included; [B] -> [B,V]. first: of a
+        draft's first token, when committed tokens are to be computed too."""
+        if not self._padded:
+            at, ends = slot.numpy(), length.numpy()
+            return self._catch_up(at, np.minimum(self._computed[at], ends - 2).clip(0) if first else ends - 1, ends)
+        state, count = self._state, 2 if first else 1
+        positions = ((length - count)[:, None] + torch.arange(count, device=slot.device)).clamp(min=0)  # [B,1 or 2]
+        start = torch.arange(0, positions.numel() + 1, count, dtype=torch.int32, device=slot.device)
+        last = torch.arange(count - 1, positions.numel(), count, device=slot.device)
+        ids = state.tokens[slot[:, None], positions]
+        table = torch.where((k > 0)[:, None], state.block_table[slot], 0)  # inactive rows write to the dummy page
+        kernels = self._model.kernels.bounded(count, state.tokens.shape[1])
+        batch = Batch(ids.flatten(), positions.flatten(), start, table, last)
+        return self._model.forward(batch, self._kv, kernels=kernels).logits
+
+    def _catch_up(self, slot: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Tensor:
+        """The same for the tokens begin .. end - 1 of slots on the CPU, in passes within the budget."""
+        count, share = end - begin, max(self._budget // len(slot), 1)
         while (count > share).any():
             part = np.minimum(count - 1, share)
             some = part > 0
-            self._model.forward(self._slots.batch(slot[some], begin[some], part[some], np.zeros(0, np.int64)), self._kv)
+            self._model.forward(self._state.batch(slot[some], begin[some], part[some], np.zeros(0, np.int64)), self._kv)
             begin, count = begin + part, count - part
-        return self._model.forward(self._slots.batch(slot, begin, count, np.cumsum(count) - 1), self._kv).logits
-
-    def _choose(self, logits: Tensor, slot: Tensor, position: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Drafted tokens [B] and the distributions [B,V] they come from, shaped by each request's own parameters."""
-        known = torch.full((len(logits), self._sampling.vocab), -torch.inf, device=logits.device)
-        known[:, : self._vocab] = logits[:, : self._vocab]
-        features = self._sampling.features(set(slot.tolist()))
-        shaped = self._sampling.shape(known, slot, position, features, int(position.max()))
-        if not self._sampled:
-            return shaped.argmax(-1), shaped
-        q = self._sampling.probs(shaped, slot, features)
-        return noise.draw(q, u), q
-
-
-class DeviceDraftModel:
-    """The same as tensor operations of fixed shape, for steps that draft at their end. Its keys and values keep pace with
-    the target's: prompts go through it in the same chunks, and a draft begins by computing the last two committed
-    tokens, since after a fully accepted draft both are new to it. So cached pages are good for both.
-
-    A drafter with a shorter context than the target's is not made for this: it would have to stop on the device."""
-
-    def __init__(
-        self, model: Target, kv: KVCache, slots: Slots, sampling: SamplingState, vocab: int, sampled: bool
-    ) -> None:
-        """kv: as many pages as the target's; vocab: ids from here on are never drafted; sampled: draw the drafts."""
-        self.needs = Needs(True, kv_bytes_per_token=model.kv_bytes_per_token, weight_bytes=model.bytes)
-        self._model, self._kv, self._slots, self._sampling = model, kv, slots, sampling
-        self._vocab, self._sampled = vocab, sampled
-
-    def admit(self, slot: int, request: Request) -> None:
-        """Nothing to do: the slots hold all there is."""
-
-    def release(self, slot: int, finished: bool) -> None:
-        """Nothing to do."""
-
-    def prefill(self, batch: Batch) -> None:
-        self._model.forward(batch._replace(logits_at=batch.ids.new_zeros(1)), self._kv)
-
-    def restart(self) -> None:
-        """Nothing to do."""
-
-    def propose(self, rows: Rows) -> Draft:
-        slot, width = rows.slot, rows.width
-        length = self._slots.length[slot]  # [B]
-        table = torch.where((rows.k > 0)[:, None], self._slots.block_table[slot], 0)  # dead rows write to nobody's page
-        tokens = slot.new_zeros(len(slot), width)
-        seed = self._sampling.seed[slot]
-        u = noise.block_noise(seed, length, width, noise.DRAFT)  # [B,K]
-        probs = []
-        for i in range(width):
-            first = i == 0
-            at = (length + i - 1)[:, None] + torch.arange(-1 if first else 0, 1, device=slot.device)  # [B,2] or [B,1]
-            at = at.clamp(min=0)
-            logits = self._forward(slot, at, table)
-            q = self._distribution(logits, slot, length + i) if self._sampled else None
-            tokens[:, i] = logits[:, : self._vocab].argmax(-1) if q is None else noise.draw(q, u[:, i])
-            self._slots.tokens[slot, length + i] = tokens[:, i]
-            if q is not None:
-                probs.append(q)
-        return Draft(tokens, rows.k.clamp(max=width), torch.stack(probs, 1) if probs else None)
-
-    def _forward(self, slot: Tensor, at: Tensor, table: Tensor) -> Tensor:
-        """Logits behind the last of each row's positions, [B,n] -> [B,V]."""
-        rows, count = at.shape
-        start = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=at.device)
-        ends = torch.arange(count - 1, rows * count, count, device=at.device)
-        ids = self._slots.tokens[slot[:, None], at]
-        kernels = self._model.kernels.bounded(count, self._slots.tokens.shape[1])
-        return self._model.forward(Batch(ids.flatten(), at.flatten(), start, table, ends), self._kv, kernels=kernels).logits
-
-    def _distribution(self, logits: Tensor, slot: Tensor, position: Tensor) -> Tensor:
-        """What the drafts are drawn from, [B,V]: what the drafter says at each request's temperature. Filters are left to the
-        verification: for them to cost nothing where nobody asks for them, the graph would have to know who does."""
-        known = torch.full((len(logits), self._sampling.vocab), -torch.inf, device=logits.device)
-        known[:, : self._vocab] = logits[:, : self._vocab]
-        return self._sampling.probs(known, slot, Features(sampled=True))
+        return self._model.forward(self._state.batch(slot, begin, count, np.cumsum(count) - 1), self._kv).logits

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from forerun.config import Speculation
-from forerun.drafters import Needs, Rows
+from forerun.drafters import Needs, Rows, RowState, Stateless
 from forerun.drafters.host import pack
-from forerun.engine.slots import Slots
-from forerun.kernels import Batch
 from forerun.types import Draft, Request
 
 WORD = 4  # bytes of a token id in the keys of the index
@@ -85,14 +83,14 @@ def match(tokens: Tensor, length: Tensor, min_n: int, max_n: int, k: int) -> tup
     return tokens.gather(1, at.clamp(max=width - 1)), size
 
 
-class Ngram:
+class Ngram(Stateless):
     """The look-up on the host, for slots on the CPU. Indexes lazily, in propose."""
 
     needs = Needs()
 
-    def __init__(self, slots: Slots, speculation: Speculation, vocab: int) -> None:
+    def __init__(self, state: RowState, speculation: Speculation, vocab: int) -> None:
         assert speculation.prompt_lookup_min is not None and speculation.prompt_lookup_max is not None
-        self.slots, self.vocab = slots, vocab
+        self.state, self.vocab = state, vocab
         self.min_n, self.max_n = speculation.prompt_lookup_min, speculation.prompt_lookup_max
         self.index: dict[int, NgramIndex] = {}
 
@@ -108,36 +106,20 @@ class Ngram:
     def propose(self, rows: Rows) -> Draft:
         drafts: list[list[int]] = []
         for slot, k in zip(rows.slot.tolist(), rows.k.tolist(), strict=True):
-            drafts.append(self.index[slot].propose(self.slots.history(slot), k) if k else [])
+            drafts.append(self.index[slot].propose(self.state.history(slot), k) if k else [])
         return pack(drafts, rows.width, self.vocab)
 
-    def prefill(self, batch: Batch) -> None:
-        """Nothing to do: propose reads what is new."""
 
-
-class DeviceNgram:
+class DeviceNgram(Stateless):
     """The look-up as tensor operations of fixed shape on the slots' device; on the CPU it is the twin of Ngram."""
 
-    needs = Needs(device=True)
-
-    def __init__(self, slots: Slots, speculation: Speculation, vocab: int) -> None:
+    def __init__(self, state: RowState, speculation: Speculation, vocab: int) -> None:
         assert speculation.prompt_lookup_min is not None and speculation.prompt_lookup_max is not None
-        self.slots, self.vocab = slots, vocab
+        self.state, self.vocab = state, vocab
         self.min_n, self.max_n = speculation.prompt_lookup_min, speculation.prompt_lookup_max
-
-    def admit(self, slot: int, request: Request) -> None:
-        """Nothing to do: the slots hold all there is."""
-
-    def release(self, slot: int, finished: bool) -> None:
-        """Nothing to do."""
-
-    def restart(self) -> None:
-        """Nothing to do."""
+        self.needs = Needs(device=True, look_up=(self.min_n, self.max_n, vocab))
 
     def propose(self, rows: Rows) -> Draft:
-        tokens, size = match(self.slots.tokens[rows.slot], self.slots.length[rows.slot], self.min_n, self.max_n, rows.width)
+        tokens, size = match(self.state.tokens[rows.slot], self.state.length[rows.slot], self.min_n, self.max_n, rows.width)
         known = (tokens < self.vocab).cumprod(1).sum(1)  # [B]
         return Draft(tokens, torch.minimum(torch.minimum(size, rows.k), known))
-
-    def prefill(self, batch: Batch) -> None:
-        """Nothing to do: propose reads the slots."""

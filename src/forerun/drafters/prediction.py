@@ -23,10 +23,8 @@ from torch import Tensor
 
 from forerun.config import Speculation
 from forerun.device import send
-from forerun.drafters import Needs, Rows
+from forerun.drafters import Needs, Rows, RowState, Stateless
 from forerun.drafters.host import pack
-from forerun.engine.slots import Slots
-from forerun.kernels import Batch
 from forerun.types import Draft, Request
 
 NEAR = 64  # tokens ahead of the last place that agreed: within them a match of two tokens is believed
@@ -126,13 +124,13 @@ class Follower:
         return next((n for n in range(most) if self.prediction[end - 1 - n] != self.recent[-1 - n]), most)
 
 
-class Prediction:
+class Prediction(Stateless):
     """Predicted output for slots on the CPU. Requests without a prediction get no drafts. Reads lazily, in propose."""
 
     needs = Needs()
 
-    def __init__(self, slots: Slots, speculation: Speculation, vocab: int) -> None:
-        self.slots, self.vocab = slots, vocab
+    def __init__(self, state: RowState, speculation: Speculation, vocab: int) -> None:
+        self.state, self.vocab = state, vocab
         self.follower: dict[int, Follower] = {}
         self.prompt_size: dict[int, int] = {}
 
@@ -151,14 +149,11 @@ class Prediction:
         for slot, k in zip(rows.slot.tolist(), rows.k.tolist(), strict=True):
             follower = self.follower[slot]
             if k and follower.prediction:
-                follower.extend(self.slots.history(slot)[self.prompt_size[slot] + follower.read :].tolist())
+                follower.extend(self.state.history(slot)[self.prompt_size[slot] + follower.read :].tolist())
                 drafts.append(follower.propose(k))
             else:
                 drafts.append([])
         return pack(drafts, rows.width, self.vocab)
-
-    def prefill(self, batch: Batch) -> None:
-        """Nothing to do: propose reads what is new."""
 
 
 def locate(prediction: Tensor, size: Tensor, tail: Tensor, tail_size: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,20 +182,20 @@ def locate(prediction: Tensor, size: Tensor, tail: Tensor, tail_size: Tensor, an
     return torch.where(found, index + 1, anchor), torch.where(found, run.gather(1, index[:, None])[:, 0], 0)
 
 
-class DevicePrediction:
+class DevicePrediction(Stateless):
     """Predicted output as tensor operations of fixed shape on the slots' device. It has no memory of places that turned
     out wrong, as the host's form has, so that on an output unlike its prediction it drafts more in vain. Of a prediction
     it takes as many tokens as a slot is wide."""
 
     needs = Needs(device=True)
 
-    def __init__(self, slots: Slots, speculation: Speculation, vocab: int) -> None:
-        self.slots, self.vocab = slots, vocab
-        self.prediction = torch.zeros_like(slots.tokens)  # [S,L]
-        self.size = torch.zeros_like(slots.length)  # [S]
-        self.prompt_size = torch.zeros_like(slots.length)  # [S]
-        self.anchor = torch.zeros_like(slots.length)  # [S] the last place in the prediction
-        self.read = torch.zeros_like(slots.length)  # [S] the length of the output that it belongs to
+    def __init__(self, state: RowState, speculation: Speculation, vocab: int) -> None:
+        self.state, self.vocab = state, vocab
+        self.prediction = torch.zeros_like(state.tokens)  # [S,L]
+        self.size = torch.zeros_like(state.length)  # [S]
+        self.prompt_size = torch.zeros_like(state.length)  # [S]
+        self.anchor = torch.zeros_like(state.length)  # [S] the last place in the prediction
+        self.read = torch.zeros_like(state.length)  # [S] the length of the output that it belongs to
         self._predicted: set[int] = set()  # slots whose size is not 0
 
     def admit(self, slot: int, request: Request) -> None:
@@ -223,10 +218,10 @@ class DevicePrediction:
     def propose(self, rows: Rows) -> Draft:
         slot = rows.slot
         prediction, size, anchor = self.prediction[slot], self.size[slot], self.anchor[slot]
-        length = self.slots.length[slot]  # [B]
+        length = self.state.length[slot]  # [B]
         output = length - self.prompt_size[slot]  # [B]
         at = length[:, None] - LONGEST + torch.arange(LONGEST, device=length.device)  # [B,M]
-        tail = self.slots.tokens[slot].gather(1, at.clamp(min=0))
+        tail = self.state.tokens[slot].gather(1, at.clamp(min=0))
 
         # a draft that was followed to its end leads here; just short of it, it is the nearest place ahead
         last = prediction.shape[1] - 1
@@ -244,6 +239,3 @@ class DevicePrediction:
         known = fits.cumprod(1).sum(1)  # [B]
         limit = torch.minimum(torch.minimum(bounds, rows.k), torch.minimum((size - end).clamp(min=0), known))
         return Draft(tokens.where(fits, 0), limit)  # a step of fixed shape looks tokens past the limit up too
-
-    def prefill(self, batch: Batch) -> None:
-        """Nothing to do: propose reads the slots."""

@@ -26,10 +26,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from forerun.config import Speculation
-from forerun.drafters import Needs, Rows
+from forerun.drafters import Needs, Rows, RowState, Stateless
 from forerun.drafters.host import pack
-from forerun.engine.slots import Slots
-from forerun.kernels import Batch
 from forerun.types import Draft, Request
 
 TEXT = 32  # a position is (number of the text << TEXT) + index in it; later texts have larger numbers
@@ -334,13 +332,13 @@ def speculate(own: OwnTree, shared: SharedTree | None, k: int, factor: float, mi
     return best
 
 
-class Suffix:
+class Suffix(Stateless):
     """Suffix decoding for slots on the CPU. Indexes lazily, in propose."""
 
     needs = Needs()
 
-    def __init__(self, slots: Slots, speculation: Speculation, vocab: int) -> None:
-        self.slots, self.vocab = slots, vocab
+    def __init__(self, state: RowState, speculation: Speculation, vocab: int) -> None:
+        self.state, self.vocab = state, vocab
         self.depth = speculation.suffix_decoding_max_tree_depth
         self.factor = speculation.suffix_decoding_max_spec_factor
         self.min_prob = speculation.suffix_decoding_min_token_prob
@@ -355,7 +353,7 @@ class Suffix:
 
     def release(self, slot: int, finished: bool) -> None:
         if finished and self.shared is not None:
-            self.shared.add(self.slots.history(slot)[self.prompt_size[slot] :].tolist())
+            self.shared.add(self.state.history(slot)[self.prompt_size[slot] :].tolist())
         del self.own[slot], self.prompt_size[slot]
 
     def restart(self) -> None:
@@ -372,9 +370,6 @@ class Suffix:
                 yield []
                 continue
             own = self.own[slot]
-            for token in self.slots.history(slot)[len(own.text) :].tolist():
+            for token in self.state.history(slot)[len(own.text) :].tolist():
                 own.append(token)
             yield speculate(own, self.shared, k, self.factor, self.min_prob).tokens
-
-    def prefill(self, batch: Batch) -> None:
-        """Nothing to do: propose reads what is new."""

@@ -1,5 +1,5 @@
-"""What a step costs by its number of positions: measured when an engine starts that adapts its drafts to it, and kept in
-a file of the cache folder for the next start.
+"""What a step costs by its positions and its context: measured when an engine starts that adapts its drafts to it, and kept
+in a file of the cache folder for the next start.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import forerun
@@ -24,22 +25,57 @@ from forerun.models.decoder import Target
 
 LOG = logging.getLogger("forerun")
 
-Points = list[tuple[int, float]]  # (positions, seconds), by positions
 
-FORMAT = 1  # of the file
+class Point(NamedTuple):
+    """One measurement: a step of one row over so many positions, behind so many tokens of context."""
+
+    positions: int
+    context: int
+    seconds: float
+
+
+FORMAT = 2  # of the file
 LIMIT_S = 2.0  # measuring ends about here, where three rounds would take longer
 ROUNDS = 3
 WORTH_S = 0.2  # what took less is not worth a file
-FRESH_S = 7 * 86400.0  # a processor's speed changes with what runs beside; older points are measured again
-AT_ONCE = (1, 8)  # positions measured first: they must be known
+FRESH_S = 7 * 86400.0  # a processor's speed changes with its other load; older points are measured again
+FIRST = (1, 8)  # positions measured first, without and with context: they must be known
+
+
+class Costs:
+    """Seconds of a step, from measured points: straight lines in its positions, and for each token of context of each row what
+    reading its keys and values adds, by the positions of a row."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        """points: without context at least two, by positions; with context any number."""
+        bare = [point for point in points if not point.context]
+        self._at = np.array([float(point.positions) for point in bare])
+        self._seconds = np.maximum.accumulate([point.seconds for point in bare])  # noise must not make more positions cheaper
+        slopes = [
+            (point.positions, max(point.seconds - float(self.bare(point.positions)), 0.0) / point.context)
+            for point in points
+            if point.context
+        ]
+        self._widths = np.array([float(n) for n, _ in slopes] or [1.0])
+        self._slopes = np.maximum.accumulate([slope for _, slope in slopes] or [0.0])
+
+    def bare(self, positions: np.ndarray | float) -> np.ndarray:
+        """Without context; past the last point on the line through the last two."""
+        at, seconds = self._at, self._seconds
+        behind = (seconds[-1] - seconds[-2]) / (at[-1] - at[-2])
+        return np.interp(positions, at, seconds) + behind * np.maximum(np.asarray(positions) - at[-1], 0)
+
+    def __call__(self, positions: np.ndarray, rows: int, context: float) -> np.ndarray:
+        """Of steps of so many positions [S] over so many rows, which have `context` tokens each on average; [S]."""
+        return self.bare(positions) + rows * context * np.interp(positions / rows, self._widths, self._slopes)
 
 
 def step_costs(
-    target: Target, run: Callable[[int], object], most: int, clock: Callable[[], float] = time.perf_counter
-) -> Points:
-    """Points from the cache file, or else measured and put there. run: computes one step of so many positions, at most
-    `most` (at least 2)."""
-    key = _key(target, most)
+    target: Target, run: Callable[[int, int], object], most: int, context: int, clock: Callable[[], float] = time.perf_counter
+) -> list[Point]:
+    """Points from the cache file, or else measured and put there. run: computes one step of so many positions (at most `most`,
+    which is at least 2) behind so many tokens (0 or `context`, which may be 0)."""
+    key = _key(target, most, context)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cpu.cache_folder() / f"step-costs-{digest}.json"
     points = _read(path, key, most)
@@ -47,33 +83,41 @@ def step_costs(
         return points
     LOG.info("Measuring what steps of 1 to %d positions cost here (about %g s at most)", most, LIMIT_S)
     start = clock()
-    points = measure(run, most, clock)
+    points = measure(run, most, context, clock)
     if clock() - start >= WORTH_S:
         _write(path, key, points)
     return points
 
 
-def measure(run: Callable[[int], object], most: int, clock: Callable[[], float] = time.perf_counter) -> Points:
-    """Seconds of steps of 1, 2, 4 .. `most` positions: the best of up to ROUNDS each, in turn. When LIMIT_S are spent the rest
-    is left out, but for one step of 1 position and one of a few, which are always measured."""
-    start, best = clock(), dict[int, float]()
-    first = [min(n, most) for n in AT_ONCE]
-    sizes = [*first, *(n for n in (1 << i for i in range(most.bit_length())) if n not in first)]
+def measure(
+    run: Callable[[int, int], object], most: int, context: int, clock: Callable[[], float] = time.perf_counter
+) -> list[Point]:
+    """Steps of 1, 2, 4 .. `most` positions, and of two sizes behind a context: the best of up to ROUNDS each, in turn. When
+    LIMIT_S are spent the rest is left out, but for one step of 1 position and one of a few, which are always measured."""
+    start, best = clock(), dict[tuple[int, int], float]()
+    first = [min(n, most) for n in FIRST]
+    more = [n for n in (1 << i for i in range(most.bit_length())) if n not in first]
+    steps = [*((n, 0) for n in first), *((n, context) for n in first if context), *((n, 0) for n in more)]
     for number in range(ROUNDS):
-        for n in sizes:
-            expected = max((s for m, s in best.items() if m <= n), default=0.0)
+        for n, behind in steps:
+            expected = max((s for (m, c), s in best.items() if m <= n and c <= behind), default=0.0)
             if len(best) >= len(first) and clock() - start + expected > LIMIT_S:
                 if number == 0:
                     continue  # a smaller step may still fit in
-                return sorted(best.items())
+                return _sorted(best)
             begin = clock()
-            run(n)
+            run(n, behind)
             took = clock() - begin
-            best[n] = min(took, best.get(n, math.inf))
-    return sorted(best.items())
+            best[n, behind] = min(took, best.get((n, behind), math.inf))
+    return _sorted(best)
 
 
-def _key(target: Target, most: int) -> dict[str, Any]:
+def _sorted(best: dict[tuple[int, int], float]) -> list[Point]:
+    points = [Point(n, context, seconds) for (n, context), seconds in best.items()]
+    return sorted(points, key=lambda point: (point.context, point.positions))
+
+
+def _key(target: Target, most: int, context: int) -> dict[str, Any]:
     """All that the costs depend on. Models of one shape cost the same."""
     return {
         "format": FORMAT,
@@ -84,24 +128,25 @@ def _key(target: Target, most: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "processor": cpu.processor(),
         "versions": {"forerun": forerun.__version__, "torch": torch.__version__},
-        "positions": most,
+        "positions": [most, context],
     }
 
 
-def _read(path: Path, key: dict[str, Any], most: int) -> Points | None:
+def _read(path: Path, key: dict[str, Any], most: int) -> list[Point] | None:
     """None if there is no file, or it is old, or is not what `_write` makes."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        points = [(int(n), float(seconds)) for n, seconds in kept["points"]]
+        points = [Point(int(n), int(context), float(seconds)) for n, context, seconds in kept["points"]]
         known = kept["key"] == json.loads(json.dumps(key)) and 0 <= time.time() - float(kept["measured_at"]) <= FRESH_S
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-    positions = [n for n, _ in points]
-    sound = all(1 <= n <= most and 0 < seconds < math.inf for n, seconds in points)
-    return points if known and sound and len(points) >= 2 and positions == sorted(set(positions)) else None
+    sound = all(1 <= p.positions <= most and p.context in (0, key["positions"][1]) and 0 < p.seconds < math.inf for p in points)
+    order = [(p.context, p.positions) for p in points]
+    enough = sum(not p.context for p in points) >= 2
+    return points if known and sound and enough and order == sorted(set(order)) else None
 
 
-def _write(path: Path, key: dict[str, Any], points: Points) -> None:
+def _write(path: Path, key: dict[str, Any], points: list[Point]) -> None:
     """Whole or not at all, for processes that start together; without a folder that can be written it is left out."""
     kept = {"key": key, "measured_at": time.time(), "points": points}
     try:

@@ -8,33 +8,36 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from forerun.config import BUDGET, EngineConfig
 from forerun.drafters import Drafter, Needs
-from forerun.engine.body import Body, Key, Lives, PromptKey, PromptSizes, prompt_sizes, sizes
-from forerun.engine.costs import step_costs
-from forerun.engine.fixed import FixedStep
-from forerun.engine.graphs import Graphs, captures, fused_body
+from forerun.engine.costs import Costs, step_costs
+from forerun.engine.cycle import Cycle
 from forerun.engine.interrupts import Uninterrupted
+from forerun.engine.layouts import ExactLayout, PaddedLayout, prompt_sizes
 from forerun.engine.memory import free_memory, tokens_on_gpu
 from forerun.engine.pages import Pages
-from forerun.engine.policy import Costs, Policy
-from forerun.engine.scheduler import PlanRow, Scheduler, Sequence
-from forerun.engine.slots import Slots
+from forerun.engine.policy import Policy
+from forerun.engine.runner import Eager, Graphs, Runner
+from forerun.engine.scheduler import Scheduler, Sequence
+from forerun.engine.state import RowState
 from forerun.engine.stats import DraftStats
-from forerun.engine.step import Committed, Flight, RaggedStep, Times
+from forerun.engine.step import Committed, InFlight, Step, Times
 from forerun.engine.text import Detokenizer, TextStream
 from forerun.kernels.cpu import isa_of
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
-from forerun.verify.sampling import Features, SamplingState, check_request
+from forerun.verify.sampling import SamplingState, check_request
 
 LOG = logging.getLogger("forerun")
-MEASURED = 64  # positions up to which the cost of a step is measured
-MakeDrafter = Callable[[Slots, Slots, SamplingState, KVCache, bool], Drafter | None]  # see drafters/table.py
+MEASURED, CONTEXT = 64, 1024  # positions of a step, and tokens of context, up to which its cost is measured
+# (state, mirror, sampling, kv, padded) -> drafter, see drafters/table.py
+MakeDrafter = Callable[[RowState, RowState, SamplingState, KVCache, bool], Drafter | None]
 
 
 @dataclass(slots=True)
@@ -55,6 +58,37 @@ class EngineStats:
     drafts: DraftStats = field(default_factory=DraftStats)
 
 
+def measure_costs(cycle: Cycle, longest: int, kv_tokens: int) -> Costs:
+    """What steps cost by their positions and context, on the dummy slot, while all pages are free. longest: tokens of a
+    sequence."""
+    target, kv, state, dummy = cycle.target, cycle.kv, cycle.state, np.array([cycle.state.dummy])
+    most = min(MEASURED, longest)
+    context = max(min(CONTEXT, longest - most, kv_tokens), 0) // kv.block_size * kv.block_size
+    pages = torch.arange(1, context // kv.block_size + 1, dtype=torch.int32)
+
+    @torch.inference_mode()
+    def run(positions: int, behind: int) -> None:
+        state.block_table[dummy[0], : len(pages)] = pages if behind else 0
+        target.forward(state.batch(dummy, np.array([behind]), np.array([positions]), np.arange(positions)), kv)
+
+    try:
+        return Costs(step_costs(target, run, most, context))
+    finally:
+        state.block_table[dummy[0]] = 0
+
+
+def captures(target: Target) -> bool:
+    """Whether the target's kernels can be captured: on CUDA, in a dtype that they are written for."""
+    return target.device.type == "cuda" and target.dtype in (torch.bfloat16, torch.float16)
+
+
+def fused_cycle() -> type[Cycle]:
+    """The cycle that is captured. Imported here, since it needs triton, which torch for the CPU does not bring."""
+    from forerun.engine.fused import FusedCycle
+
+    return FusedCycle
+
+
 class Engine:
     def __init__(
         self,
@@ -62,10 +96,10 @@ class Engine:
         config: EngineConfig,
         make_drafter: MakeDrafter,
         detokenizer: Callable[[], Detokenizer],
-        fixed: bool | None = None,
+        padded: bool | None = None,
     ) -> None:
-        """make_drafter builds the drafter on the engine's own state; detokenizer makes a fresh one for each request;
-        fixed: make steps of fixed shape, read one late (None: on CUDA)."""
+        """make_drafter builds the drafter on the engine's own state; detokenizer makes a fresh one for each request; padded:
+        launches of fixed shape, read one step late (None: on CUDA)."""
         speculation = config.speculation
         self.config = config
         self.max_model_len = config.max_model_len or target.max_positions
@@ -85,37 +119,26 @@ class Engine:
             self.budget,
             f"with draft_sample_method probabilistic every row of a step has its full draft; give at least {most}",
         )
-        lines = config.max_num_seqs + 1  # the last one is nobody's, for padding
-        self.slots = Slots(lines, self.max_model_len + width + 1, pages.needed(self.max_model_len + width), device)
-        self.sampling = SamplingState(self.slots.tokens, self.slots.length, target.vocab)
+        slots, positions = config.max_num_seqs + 1, self.max_model_len + width + 1
+        probs = target.vocab if drawn else None
+        self.state = RowState(slots, positions, pages.needed(self.max_model_len + width), device, width, probs)
+        self.sampling = SamplingState(self.state.tokens, self.state.length, target.vocab)
         self.kv = target.kv_cache(pages.count + 1, config.block_size)
-        fixed = device.type == "cuda" if fixed is None else fixed
-        mirror = Slots(lines, self.slots.tokens.shape[1], 1, torch.device("cpu")) if fixed else self.slots
-        self.drafter = make_drafter(self.slots, mirror, self.sampling, self.kv, fixed)
+        padded = device.type == "cuda" if padded is None else padded
+        mirror = RowState(slots, positions, 1, torch.device("cpu")) if padded else self.state
+        self.drafter = make_drafter(self.state, mirror, self.sampling, self.kv, padded)
         policy = Policy(speculation, config.adaptive_drafts and not drawn)
-        # keys and values that a drafter of a fixed-shape step keeps in these pages go past the step's own tokens, and after a
-        # draft that was accepted to its end those of the last position come with the next step only
-        keeps = fixed and self.drafter is not None and self.drafter.needs.kv_bytes_per_token > 0
-        beyond, behind = (width + 1, 1) if keeps else (0, 0)
-        widest = self.slots.block_table.shape[1]
-        self.scheduler = Scheduler(pages, policy, config.max_num_seqs, self.budget, beyond, widest, behind, drawn)
+        needs = self.drafter.needs if self.drafter is not None else Needs()
+        # A drafter in the cycle writes keys and values past the step's own tokens into these pages. After a draft that was
+        # accepted to its end, those of the last position come with the next draft only.
+        lookahead, behind = (width + 1, int(padded)) if needs.device and needs.kv_bytes_per_token else (0, 0)
+        table_width, again = self.state.block_table.shape[1], int(bool(needs.layers))
+        self.scheduler = Scheduler(
+            pages, policy, config.max_num_seqs, self.budget, lookahead, table_width, behind, drawn, again
+        )  # fmt: skip
         block = speculation is not None and speculation.rejection_sample_method == "block"
-        self._step: FixedStep | RaggedStep
-        self.graphs: Graphs | None = None
-        if fixed:
-            lives = Lives(self.slots, width, target.vocab, drawn)
-            parts = (self.kv, self.slots, self.sampling, lives, self.drafter, block)
-            rows = sizes(config.max_num_seqs)
-            if captures(target):
-                self.graphs = Graphs(fused_body()(target, *parts), lines - 1)
-                prompts = prompt_sizes(min(self.budget, config.max_num_seqs * self.max_model_len), config.max_num_seqs)
-                graphs = self.graphs
-                self._step = FixedStep(graphs.body, policy, width, mirror, rows, graphs.run, graphs.cost, prompts)
-            else:
-                self._step = FixedStep(Body(target, *parts), policy, width, mirror, rows)
-        else:
-            self._step = RaggedStep(target, self.kv, self.slots, self.sampling, self.drafter, drawn, block)
-        self._flights: deque[tuple[list[PlanRow], Flight]] = deque()
+        self._step = self._make_step(target, policy, mirror, padded, block)
+        self._in_flight: deque[InFlight] = deque()
         self._events: list[Event] = []
         self._blamed: list[Sequence] = []  # whose work is being done, should it fail
         self._committing: Sequence | None = None
@@ -126,18 +149,35 @@ class Engine:
         self._live: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
 
+    def _make_step(self, target: Target, policy: Policy, mirror: RowState, padded: bool, block: bool) -> Step:
+        """The cycle, the layout and the runner for this device: graphs where the target's kernels can be captured."""
+        seqs, longest = self.config.max_num_seqs, self.max_model_len
+        captured = padded and captures(target)
+        kind: type[Cycle] = fused_cycle() if captured else Cycle
+        inside = self.drafter if self.drafter is not None and self.drafter.needs.device else None
+        cycle = kind(target, self.kv, self.state, self.sampling, inside, block)
+        if not padded:
+            adapts = self.config.speculation is not None and policy.adaptive
+            exact = Eager(cycle, partial(measure_costs, cycle, longest, self.kv_tokens) if adapts else None)
+            return Step(cycle, ExactLayout(cycle, policy, exact), exact, self.drafter, mirror, lag=0)
+        runner: Runner = Graphs(cycle) if captured else Eager(cycle, None)
+        prompts = prompt_sizes(min(self.budget, seqs * longest), seqs) if captured else None
+        layout = PaddedLayout(cycle, policy, runner, seqs, longest, prompts)
+        return Step(cycle, layout, runner, self.drafter, mirror, lag=1)
+
     def _default_kv_tokens(
         self, target: Target, make_drafter: MakeDrafter, detokenizer: Callable[[], Detokenizer]
     ) -> int:
-        """On a GPU what is left of its share beside everything else, which an engine with the smallest cache shows; on a CPU
-        what all sequences can need, but no more than a quarter of what is free."""
+        """On a GPU what all else leaves of its share, which an engine with the smallest cache shows; on a CPU what all
+        sequences can need, but no more than a quarter of what is free."""
         config, device = self.config, target.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(device)
             trial = Engine(target, replace(config, kv_cache_tokens=config.block_size), make_drafter, detokenizer)
-            trial.capture_largest()
-            needs, captured = trial.drafter.needs if trial.drafter is not None else Needs(), trial.graphs is not None
+            trial._step.warm_up_largest()
+            needs = trial.drafter.needs if trial.drafter is not None else Needs()
+            captured = trial._step.runner.capturing is not None
             each = target.kv_bytes_per_token + needs.kv_bytes_per_token
             torch.cuda.empty_cache()
             other = max(free - free_memory(device), 0)
@@ -151,46 +191,10 @@ class Engine:
         affordable = free_memory(device) // 4 // target.kv_bytes_per_token
         return max(min(whole, affordable), self.max_model_len) + config.block_size
 
-    def capture_largest(self) -> None:
-        """Capture the steps that take most memory, in which all others find room."""
-        if self.graphs is not None and isinstance(self._step, FixedStep):
-            self.graphs.capture(Key(self._step.sizes[-1], self._step.width))
-            for key in self._prompt_keys(self._step.prompt_sizes)[:1]:
-                self.graphs.capture(key)
-
     def warm_up(self) -> None:
-        """Before the first request: capture the steps of greedy and of sampled decoding, and their prompts, where there are
-        graphs; else, if drafts are to be no longer than pays, find out what steps cost."""
-        speculation = self.config.speculation
-        if isinstance(self._step, FixedStep):
-            if self.graphs is not None:
-                for features in self.graphs.body.classes:
-                    self._capture(self.graphs, self._step, features)
-                self.graphs.warm = True
-        elif speculation is not None and self.scheduler.policy.adaptive:
-            most = min(MEASURED, self.max_model_len)
-            self.scheduler.policy.costs = Costs(step_costs(self._step.target, self._step.compute, most))
-
-    def _capture(self, graphs: Graphs, step: FixedStep, features: Features) -> None:
-        """All shapes of prompts and steps that use these features and report no logprobs."""
-        for key in self._prompt_keys(step.prompt_sizes):
-            graphs.capture(key._replace(features=features))
-        for rows in step.sizes[::-1]:
-            for width in step.widths[::-1]:
-                graphs.capture(Key(rows, width, features))
-            for drafts in step.shared_drafts(rows):
-                graphs.capture(Key(rows, step.width, features, drafts=drafts))
-
-    def _prompt_keys(self, given: PromptSizes | None) -> list[PromptKey]:
-        """The launches of prompts that may come, the largest first, in whose memory the others then find room."""
-        if given is None:
-            return []
-        return [
-            PromptKey(tokens, rows)
-            for rows in given.rows
-            for before, tokens in zip((0, *given.tokens), given.tokens, strict=False)
-            if before < rows * self.max_model_len
-        ][::-1]
+        """Before the first request: capture the launches of greedy and of sampled decoding, and of their prompts, where
+        there are graphs; else, if drafts are adapted, measure what steps cost."""
+        self._step.warm_up()
 
     @property
     def kv_tokens(self) -> int:
@@ -198,19 +202,19 @@ class Engine:
         return self.scheduler.pages.count * self.config.block_size
 
     def capacity(self) -> str:
-        """What there is room for, and what graphs have taken, in a line."""
-        room = f"KV cache of {self.kv_tokens:,} tokens"
-        if self.graphs is None:
+        """KV capacity and the cost of graphs, in one line."""
+        room, capturing = f"KV cache of {self.kv_tokens:,} tokens", self._step.runner.capturing
+        if capturing is None:
             return room
-        return f"{room}; CUDA graphs took {self.graphs.seconds:.1f} s and {self.graphs.bytes / 1e6:,.0f} MB"
+        return f"{room}; CUDA graphs took {capturing[0]:.1f} s and {capturing[1] / 1e6:,.0f} MB"
 
     def settings(self) -> dict[str, Any]:
         """What is in force, every default filled in; cpu_isa: the instruction set of the CPU's kernels; graphs: what capturing
         them has cost, None where there are none."""
-        c = self.config
+        c, capturing = self.config, self._step.runner.capturing
         return {
             "dtype": str(self.kv.keys[0].dtype).removeprefix("torch."),
-            "device": str(self.slots.length.device),
+            "device": str(self.state.length.device),
             "cpu_isa": self._cpu_isa,
             "max_model_len": self.max_model_len,
             "max_num_seqs": c.max_num_seqs,
@@ -223,7 +227,7 @@ class Engine:
             "seed": c.seed,
             "threads": torch.get_num_threads(),
             "speculative_config": c.speculation.effective() if c.speculation else None,
-            "graphs": {"seconds": self.graphs.seconds, "bytes": self.graphs.bytes} if self.graphs is not None else None,
+            "graphs": {"seconds": capturing[0], "bytes": capturing[1]} if capturing is not None else None,
         }
 
     def add(self, request: Request) -> Sequence:
@@ -308,7 +312,7 @@ class Engine:
         if error is not None:
             LOG.warning("a step failed%s: %s", "; its requests go on one by one" if suspects else "", error, exc_info=True)
         self._fail(ended, error or "interrupted while tokens were committed to it")
-        self._flights.clear()
+        self._in_flight.clear()
         try:
             self.scheduler.restart(self._live.values(), suspects)
             self._step.restart()
@@ -334,20 +338,10 @@ class Engine:
         spent = Times(0.0, 0.0, 0.0)
         if plan.rows:
             self._blamed = [row.sequence for row in plan.rows]
-            self._flights.append((plan.rows, self._step.launch(plan)))
+            self._in_flight.append(self._step.launch(plan))
             self.scheduler.launch(plan.rows)
-        due = len(self._flights) > self._step.lag or (self._flights and not plan.rows)
-        if due:
-            rows, flight = self._flights.popleft()
-            self._blamed = [row.sequence for row in rows if not row.stale]
-            spent = flight.times
-            verified: dict[tuple[int, int], int] = defaultdict(int)
-            for one in flight.read():
-                self._commit(one, verified)
-            self._blamed = []
-            for (drafted, accepted), count in verified.items():
-                self.stats.drafts.count(drafted, accepted, count)
-            self.stats.steps += 1
+        if len(self._in_flight) > self._step.lag or (self._in_flight and not plan.rows):
+            spent = self._read(self._in_flight.popleft())
 
         stats = self.stats
         stats.preemptions += len(plan.preempted)
@@ -355,6 +349,21 @@ class Engine:
         stats.forward_s += spent.forward
         stats.verify_s += spent.verify
         stats.other_s += time.perf_counter() - start - sum(spent)
+
+    def _read(self, step: InFlight) -> Times:
+        """Commit what a step did, and have a drafter on the host draft for those that go on."""
+        self._blamed = [row.sequence for row in step.rows if not row.stale]
+        verified: dict[tuple[int, int], int] = defaultdict(int)
+        for one in self._step.read(step):
+            self._commit(one, verified)
+        for (drafted, accepted), count in verified.items():
+            self.stats.drafts.count(drafted, accepted, count)
+        self.stats.steps += 1
+        if self._step.host_drafter is None:
+            return step.times
+        self._blamed = [s for row in step.rows if (s := row.sequence).slot >= 0 and not row.stale and s.decodes]
+        seconds = self._step.draft(self._blamed, self.scheduler.policy.width(len(self.scheduler.running)))
+        return step.times._replace(draft=step.times.draft + seconds)
 
     def _admit(self, sequence: Sequence) -> None:
         sequence.admitted_at = sequence.admitted_at or time.perf_counter()

@@ -1,15 +1,13 @@
-"""The body of a fixed-shape step with everything around the target's forward pass in a few Triton launches: the fast twin
-of engine/body.py, for CUDA.
-"""
+"""The cycle with everything around the target's forward pass in a few Triton launches: the fast twin of cycle.py, for CUDA."""
 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import cast
 
 from torch import Tensor
 
-from forerun.drafters.ngram import DeviceNgram
-from forerun.engine.body import GREEDY, NEXT_DRAFT, Body, Key, PromptKey
+from forerun.engine.cycle import GREEDY, Cycle, Key, Layout
 from forerun.kernels import Batch, cuda_sampling, cuda_step
 from forerun.kernels.cuda import CudaKernels
 from forerun.types import Draft, Verdict
@@ -19,23 +17,17 @@ SAMPLED = Features(sampled=True, min_p=True, top_k=1, top_p=True, unbounded=True
 EVERYTHING = SAMPLED._replace(penalties=True, bias=True, banned=True, min_tokens=True)
 
 
-class FusedBody(Body):
+class FusedCycle(Cycle):
     classes = (GREEDY, SAMPLED)
 
-    @cached_property
-    def _kernels(self) -> CudaKernels:
-        assert isinstance(self.target.kernels, CudaKernels)
-        return self.target.kernels
-
-    @cached_property
-    def _pdl(self) -> int:
-        return self._kernels.pdl
+    @property
+    def _triton(self) -> CudaKernels:
+        return cast(CudaKernels, self.target.kernels)
 
     @cached_property
     def _pool(self) -> cuda_step.Pool:
-        slots, lives = self.slots, self.lives
-        ends, drafts = (lives.limit, lives.alive, lives.stop_ids), (lives.draft, lives.draft_size)
-        return cuda_step.Pool(slots.tokens, slots.length, *ends, slots.block_table, *drafts)
+        s = self.state
+        return cuda_step.Pool(s.tokens, s.length, s.limit, s.active, s.stop_ids, s.block_table, s.draft, s.draft_size)
 
     @cached_property
     def _filters(self) -> cuda_sampling.Filters:
@@ -44,60 +36,58 @@ class FusedBody(Body):
 
     @cached_property
     def _look_up(self) -> cuda_step.LookUp | None:
-        """What the launch that commits looks up; any other drafter proposes by itself."""
-        drafter = self.drafter
-        return cuda_step.LookUp(drafter.min_n, drafter.max_n, drafter.vocab) if isinstance(drafter, DeviceNgram) else None
+        """The n-gram look-up that the launch does which commits; any other drafter proposes by itself."""
+        wanted = self.drafter.needs.look_up if self.drafter is not None else None
+        return cuda_step.LookUp(*wanted) if wanted is not None else None
 
-    def _lay_out(self, key: Key, slot: Tensor, k: Tensor) -> tuple[Draft, Batch, Tensor | None]:
+    def lay_uniform(self, key: Key, given: Tensor) -> Layout:
+        slot, k = given
         embedding = self.target.weights.embedding
-        x, positions, table, size = cuda_step.prepare(self._pool, slot, k, embedding, key.width, self._pdl)
-        lives = self.lives
-        probs = lives.draft_probs[slot, : key.width] if lives.draft_probs is not None else None
-        tokens = lives.draft[slot, : key.width] if probs is not None else lives.draft[:0]  # choices are compared in the pool
-        return Draft(tokens, size, probs), self._batch(key, positions, positions, table), x
+        x, positions, table, size = cuda_step.prepare(self._pool, slot, k, embedding, key.width, self._triton.pdl)
+        # without probabilities the target's choices are compared with the pool's drafts
+        draft = self._kept(slot, key.width) if self.drawn else Draft(self.state.draft[:0], size)
+        return self._uniform(key, slot, draft._replace(size=size), positions, positions, table, x)
 
-    def _lay_shared(self, key: Key, slot: Tensor, k: Tensor) -> tuple[Draft, Batch, Tensor, Tensor | None]:
-        assert key.drafts is not None
-        embedding = self.target.weights.embedding
-        laid = cuda_step.prepare_shared(self._pool, slot, k, embedding, key.width, key.drafts, self._pdl)
+    def lay_shared(self, key: Key, given: Tensor) -> Layout:
+        slot, k = given
+        embedding, drafts = self.target.weights.embedding, key.tokens - key.rows
+        laid = cuda_step.prepare_shared(self._pool, slot, k, embedding, key.width, drafts, self._triton.pdl)
         batch = Batch(laid.positions, laid.positions, laid.row_start, laid.table, None)
-        return Draft(self.lives.draft[:0], laid.size), batch, laid.owner, laid.x
+        return self._shared(key, slot, laid.owner, Draft(self.state.draft[:0], laid.size), batch, laid.x)
 
     def served(self, features: Features) -> Features:
         """One of three: what a row has of filters, penalties and bans is found out row by row, so that few graphs serve all."""
         return EVERYTHING if features.shaped else SAMPLED if features.sampled else GREEDY
 
-    def _shaped(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        every = self._every(slot, positions)
-        if not key.features.shaped:
-            return logits, every
-        sampling = self.sampling
-        out = sampling.shape(logits, every, positions + 1, key.features._replace(penalties=False))
-        if key.features.penalties:
-            out = logits.clone() if out is logits else out
+    def _shaped(self, key: Key, layout: Layout, logits: Tensor) -> tuple[Tensor, Tensor]:
+        features, sampling = key.features, self.sampling
+        shaped, owner = super()._shaped(key._replace(features=features._replace(penalties=False)), layout, logits)
+        if features.penalties:
+            shaped = logits.clone() if shaped is logits else shaped
             by = (sampling.repetition, sampling.presence, sampling.frequency)
-            cuda_sampling.penalise(out, slot, positions, sampling.tokens, sampling.prompt_len, *by)
-        return out, every
+            cuda_sampling.penalise(shaped, layout.owner, layout.positions, sampling.tokens, sampling.prompt_len, *by)
+        return shaped, owner
 
-    def _target(self, key: Key | PromptKey, slot: Tensor, every: Tensor, shaped: Tensor) -> Tensor:
-        floor = cuda_sampling.slot_floors(shaped, slot, self._filters)[:, None] if key.features.filtered else None
-        return self.sampling.probs(shaped, every, key.features, floor)
+    def _distribution(self, key: Key, layout: Layout, shaped: Tensor, owner: Tensor) -> Tensor:
+        floor = cuda_sampling.slot_floors(shaped, layout.owner, self._filters)[:, None] if key.features.filtered else None
+        return self.sampling.probs(shaped, owner, key.features, floor)
 
-    def _choose(self, key: Key | PromptKey, slot: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
+    def _choose(self, key: Key, layout: Layout, logits: Tensor) -> Tensor:
         features, sampling = key.features, self.sampling
         if features.shaped:
-            logits, _ = self._shaped(key, slot, positions, logits)
+            logits, _ = self._shaped(key, layout, logits)
         if not features.sampled:
-            return self._kernels.argmax(logits)
-        return cuda_sampling.choose(logits, slot, positions, sampling.seed, self._filters, features.filtered, self._pdl)
+            return self._triton.argmax(logits)
+        given = (layout.owner, layout.positions, sampling.seed, self._filters, features.filtered, self._triton.pdl)
+        return cuda_sampling.choose(logits, *given)
 
     def _commit(self, slot: Tensor, draft: Draft, tokens: Tensor, verdict: Verdict | None) -> Tensor:
+        pdl = self._triton.pdl
         if verdict is not None:
-            counts = cuda_step.commit_verdict(self._pool, slot, tokens, verdict.count, draft.size, self._pdl)
-        elif self._look_up is not None:
-            return cuda_step.commit_and_draft(self._pool, slot, tokens, draft.size, self._look_up, self._pdl)
-        else:
-            counts = cuda_step.commit(self._pool, slot, tokens, draft.size, self._pdl)
-        if self.drafter is not None:
-            counts[:, NEXT_DRAFT] = self._propose(slot)
-        return counts
+            return cuda_step.commit_verdict(self._pool, slot, tokens, verdict.count, draft.size, pdl)
+        if self._look_up is not None:
+            return cuda_step.commit_and_draft(self._pool, slot, tokens, draft.size, self._look_up, pdl)
+        return cuda_step.commit(self._pool, slot, tokens, draft.size, pdl)
+
+    def _draft(self, key: Key, layout: Layout, counts: Tensor) -> Tensor | None:
+        return super()._draft(key, layout, counts) if self._look_up is None else None  # it has drafted with the commit

@@ -17,9 +17,12 @@ class Uninterrupted:
     def __enter__(self) -> None:
         self._held: tuple[int, FrameType | None] | None = None
         self._handler: Any = None
-        if threading.current_thread() is threading.main_thread() and callable(handler := signal.getsignal(signal.SIGINT)):
-            self._handler = handler
-            signal.signal(signal.SIGINT, self._hold)
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGINT, self._hold)
+            if callable(before):
+                self._handler = before
+            else:
+                signal.signal(signal.SIGINT, before)
 
     def __exit__(self, *_: object) -> None:
         if self._handler is not None:

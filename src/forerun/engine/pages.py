@@ -3,8 +3,8 @@ only; the tensors lie in models/decoder.py's KVCache. Knows no torch.
 
 A page that is full of committed tokens can be published: it is then found by its tokens and those before it. The key of
 a published page is (the serial of the page before it, its own tokens), compared exactly, so no two texts are mistaken
-for each other. A published page that nobody holds stays findable until it is needed, least recently used first.
-Page 0 is nobody's: padded rows write there.
+for each other. A published page without a holder stays findable until it is needed, least recently used first.
+Page 0 is the dummy page: padding rows and inactive rows write there.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ class Pages:
         """How many pages hold so many tokens."""
         return -(-tokens // self.block_size)
 
-    def match(self, ids: Ids[int]) -> Prefix:
-        """The longest published beginning of ids, whole pages, at least one token short of all of ids."""
-        pages: list[int] = []
-        serial, size = ROOT, self.block_size
+    def match(self, ids: Ids[int], again: int = 0) -> Prefix:
+        """The longest published beginning of ids, whole pages, at least one token short of all of ids, without its last `again`
+        pages."""
+        pages, serials, size = list[int](), [ROOT], self.block_size
         for begin in range(0, len(ids) - size, size):
-            found = self._found.get((serial, tuple(ids[begin : begin + size])))
+            found = self._found.get((serials[-1], tuple(ids[begin : begin + size])))
             if found is None:
                 break
             pages.append(found[0])
-            serial = found[1]
-        return Prefix(pages, serial)
+            serials.append(found[1])
+        kept = max(len(pages) - again, 0)
+        return Prefix(pages[:kept], serials[kept])
 
     def hold(self, pages: list[int]) -> None:
         """One more holder for each of these published pages."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from forerun.engine.pages import ROOT, Pages
-from forerun.engine.policy import Chances, Policy
+from forerun.engine.policy import AcceptanceHistory, Policy
 from forerun.engine.stats import DraftStats
 from forerun.types import Request
 
@@ -28,9 +28,9 @@ from forerun.types import Request
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request under way. prompt, limit: how long its prompt is, and what it may be at most; stops: the ids that end it;
-    turn: how often it left a slot; flying: steps in flight that commit tokens for it; ahead: the most they commit.
+    epoch: how often it left a slot; in_flight: steps in flight that commit tokens for it; max_in_flight: the most they commit.
     computed: positions whose keys and values are computed once all launched steps are through; settled: those computed by steps
-    that were read. serial and published belong to the prefix cache: its last published page and how many; laid: how many of
+    that were read. serial and published belong to the prefix cache: its last published page and how many; mapped: how many of
     its pages stand in the slot's block table; row: its part in the last step in which it decoded; admitted_at: when it first
     got a slot (perf_counter seconds)."""
 
@@ -42,17 +42,17 @@ class Sequence:
     computed: int = 0
     settled: int = 0
     slot: int = -1
-    turn: int = 0
-    flying: int = 0
-    ahead: int = 0
+    epoch: int = 0
+    in_flight: int = 0
+    max_in_flight: int = 0
     pages: list[int] = field(default_factory=list)
     serial: int = ROOT
     published: int = 0
-    laid: int = 0
+    mapped: int = 0
     row: PlanRow | None = None
     admitted_at: float = 0.0
     stats: DraftStats = field(default_factory=DraftStats)
-    chances: Chances = field(default_factory=Chances)
+    history: AcceptanceHistory = field(default_factory=AcceptanceHistory)
 
     def __post_init__(self) -> None:
         self.prompt = len(self.request.prompt_ids)
@@ -71,12 +71,17 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Committed tokens to compute, those included that steps in flight leave behind (each at least its last)."""
-        return len(self.ids) + self.flying - self.computed
+        return len(self.ids) + self.in_flight - self.computed
 
     @property
     def longest(self) -> int:
         """How many tokens it may have by now."""
-        return min(len(self.ids) + self.ahead, self.limit)
+        return min(len(self.ids) + self.max_in_flight, self.limit)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next step is a decode step, once nothing is in flight."""
+        return bool(self.generated) and self.pending == 1
 
     def chunk(self, most: int) -> int:
         """How many pending tokens a step that takes at most so many computes. The last token of a sequence that has answered
@@ -92,29 +97,29 @@ class Sequence:
     def reset(self) -> None:
         """It has no slot, no pages and nothing in flight; what it computed is forgotten."""
         self.slot, self.pages, self.row = -1, [], None
-        self.computed = self.settled = self.published = self.laid = 0
-        self.flying = self.ahead = 0  # what is in flight is not read: the same tokens will come again
-        self.chances.found = None
+        self.computed = self.settled = self.published = self.mapped = 0
+        self.in_flight = self.max_in_flight = 0  # what is in flight is not read: the same tokens will come again
+        self.history.forget_draft()
         self.serial = ROOT
-        self.turn += 1
+        self.epoch += 1
 
 
 @dataclass(slots=True)
 class PlanRow:
     """A sequence's part in a step: `pending` committed tokens are computed and up to k drafted ones verified.
-    samples: the pending ones are all there are, so the step commits new tokens for it; turn: which of its turns in a
-    slot this is. Never changed: a sequence that goes on as before has the same row in many steps."""
+    samples: the pending ones are all there are, so the step commits new tokens for it; epoch: of the sequence when
+    the row was planned. Never changed: a sequence that goes on as before has the same row in many steps."""
 
     sequence: Sequence
     pending: int
     k: int
     samples: bool
-    turn: int
+    epoch: int
 
     @property
     def stale(self) -> bool:
         """The sequence left the slot while the step was in flight."""
-        return self.turn != self.sequence.turn
+        return self.epoch != self.sequence.epoch
 
 
 class Plan(NamedTuple):
@@ -127,14 +132,14 @@ class Plan(NamedTuple):
 
 
 def new_pages(rows: list[PlanRow]) -> list[tuple[int, int, int]]:
-    """Of these rows' sequences the pages that are not in their slots' block tables yet, and from now on count as laid there:
+    """Of these rows' sequences the pages that are not in their slots' block tables yet, and from now on count as mapped there:
     (slot, index in its table, page) each."""
     new = []
     for row in rows:
         sequence = row.sequence
-        if sequence.laid < len(sequence.pages):
-            new += [(sequence.slot, at, sequence.pages[at]) for at in range(sequence.laid, len(sequence.pages))]
-            sequence.laid = len(sequence.pages)
+        if sequence.mapped < len(sequence.pages):
+            new += [(sequence.slot, at, sequence.pages[at]) for at in range(sequence.mapped, len(sequence.pages))]
+            sequence.mapped = len(sequence.pages)
     return new
 
 
@@ -145,19 +150,21 @@ class Scheduler:
         policy: Policy,
         slots: int,
         budget: int,
-        beyond: int = 0,
-        widest: int | None = None,
+        lookahead: int = 0,
+        table_width: int | None = None,
         behind: int = 0,
         whole: bool = False,
+        again: int = 0,
     ) -> None:
         """slots: sequences at once; budget: tokens of a step, drafts included (at least `slots`, with `whole` at least what so
-        many rows with full drafts take); beyond: tokens past a step's own for which its drafter wants pages, if there are any;
-        widest: pages that a block table holds; behind: how many of a sequence's last computed positions its drafter may lack
-        keys and values of, if that has any in the same pages; whole: the length of a draft depends on its request alone, so
-        that drafts have pages made for them as committed tokens have."""
-        self.pages, self.policy, self.budget, self.beyond = pages, policy, budget, beyond
-        self.widest = widest or pages.count
-        self.behind, self.whole = behind, whole
+        many rows with full drafts take); lookahead: tokens past a step's own for which its drafter wants pages, if there are
+        any; table_width: pages that a block table holds; behind: how many of a sequence's last computed positions its
+        drafter may lack keys and values of, if that has any in the same pages; whole: the length of a draft depends on its
+        request alone, so that drafts have pages made for them as committed tokens have; again: how many pages at the end of
+        a prefix hit are computed again, for a drafter that observes the target."""
+        self.pages, self.policy, self.budget, self.lookahead = pages, policy, budget, lookahead
+        self.table_width = table_width or pages.count
+        self.behind, self.whole, self.again = behind, whole, again
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.suspects: deque[Sequence] = deque()
@@ -173,7 +180,7 @@ class Scheduler:
         """The next step. Every decoding row gets its one token; then prompts get at least half of what is left of the
         budget, so that drafts cannot starve them; then drafts; what drafts leave goes to prompts too. Drafts never
         preempt, unless they have to be whole: they take what pages are free."""
-        size, beyond = self.pages.block_size, self.beyond
+        size, lookahead = self.pages.block_size, self.lookahead
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         short: list[tuple[Sequence, int]] = []  # of pages
@@ -182,16 +189,16 @@ class Scheduler:
             for s in [s for s in self.running if s is not self.suspects[0]]:
                 self._preempt(s, preempted)
         for s in self.running:
-            known = len(s.ids) + s.flying
+            known = len(s.ids) + s.in_flight
             if known - s.computed > 1:
                 prefilling.append(s)
             elif known < s.limit:  # else it is sure to have ended
                 decoding.append(s)
-                if len(s.ids) + s.ahead > len(s.pages) * size:
+                if len(s.ids) + s.max_in_flight > len(s.pages) * size:
                     short.append((s, 0))
         most = self._most(decoding)
         for s, k in zip(decoding, most, strict=True) if self.whole else short:
-            self._make_room(s, min(s.longest + k + beyond, s.limit) if self.whole else s.longest, preempted)
+            self._make_room(s, min(s.longest + k + lookahead, s.limit) if self.whole else s.longest, preempted)
         if preempted:
             most = [k for s, k in zip(decoding, most, strict=True) if s.slot >= 0]
             decoding = [s for s in decoding if s.slot >= 0]
@@ -202,20 +209,18 @@ class Scheduler:
         for_drafts = left if self.whole else left - min(prompts, (left + 1) // 2)
 
         rows: list[PlanRow] = []
-        chances = [s.chances for s in decoding]
-        shares = most if self.whole else self.policy.share_out(most, chances, self.budget - for_drafts)
-        for sequence, k in zip(decoding, shares, strict=True):
+        for sequence, k in zip(decoding, most, strict=True):
             k = k if k <= for_drafts else for_drafts
-            if beyond and not self.whole:  # a draft's keys and values need pages when it is made, at the end of the last step
-                k = max(min(k, sequence.laid * size - sequence.longest + 1), 0)
-            if len(sequence.ids) + sequence.ahead + k + beyond > len(sequence.pages) * size:
-                room = self._grow(sequence, sequence.longest, k + beyond)
+            if lookahead and not self.whole:  # a draft's keys and values needed pages when it was made, in the last step
+                k = max(min(k, sequence.mapped * size - sequence.longest + 1), 0)
+            if len(sequence.ids) + sequence.max_in_flight + k + lookahead > len(sequence.pages) * size:
+                room = self._grow(sequence, sequence.longest, k + lookahead)
                 k = k if self.whole else min(k, room)
             for_drafts -= k
             left -= k
             row = sequence.row
-            if row is None or row.k != k or row.turn != sequence.turn:
-                row = sequence.row = PlanRow(sequence, 1, k, True, sequence.turn)
+            if row is None or row.k != k or row.epoch != sequence.epoch:
+                row = sequence.row = PlanRow(sequence, 1, k, True, sequence.epoch)
             rows.append(row)
 
         for sequence in prefilling:
@@ -226,8 +231,8 @@ class Scheduler:
             if sequence.slot < 0:
                 continue
             left -= chunk
-            self._grow(sequence, sequence.computed + chunk, self.beyond)
-            rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.turn))
+            self._grow(sequence, sequence.computed + chunk, self.lookahead)
+            rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.epoch))
 
         if preempted:  # a later row may have preempted an earlier one's sequence
             return Plan([row for row in rows if not row.stale], [], preempted)
@@ -239,7 +244,7 @@ class Scheduler:
         width = self.policy.width(len(self.running))
         if width == 0:
             return [0] * len(decoding)
-        rooms = [s.limit - len(s.ids) - s.flying - 1 if len(s.ids) + s.flying > s.prompt else 0 for s in decoding]
+        rooms = [s.limit - len(s.ids) - s.in_flight - 1 if len(s.ids) + s.in_flight > s.prompt else 0 for s in decoding]
         return [width if room > width else room for room in rooms]
 
     def _admit(self, left: int, rows: list[PlanRow]) -> list[Sequence]:
@@ -249,7 +254,7 @@ class Scheduler:
             if sequence.slot >= 0:
                 break  # a suspect runs alone
             # one that has answered leaves two tokens to compute, see Sequence.chunk
-            prefix = self.pages.match(sequence.ids[:-1] if sequence.generated else sequence.ids)
+            prefix = self.pages.match(sequence.ids[:-1] if sequence.generated else sequence.ids, self.again)
             self.pages.hold(prefix.pages)  # before counting: idle pages that are held are no longer free
             wanted = self.pages.needed(self._wanted(sequence, len(sequence.ids))) - len(prefix.pages)
             if wanted > self.pages.free:
@@ -264,17 +269,17 @@ class Scheduler:
             admitted.append(sequence)
             chunk = sequence.chunk(left)
             left -= chunk
-            self._grow(sequence, len(sequence.ids), self.beyond)
-            rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.turn))
+            self._grow(sequence, len(sequence.ids), self.lookahead)
+            rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.epoch))
         return admitted
 
     def _wanted(self, sequence: Sequence, tokens: int) -> int:
         """For how many tokens a sequence must have pages when so many of its prompt are computed."""
-        return min(tokens + self.beyond, sequence.limit) if self.whole else tokens
+        return min(tokens + self.lookahead, sequence.limit) if self.whole else tokens
 
     def _grow(self, sequence: Sequence, tokens: int, k: int) -> int:
         """Pages for up to k tokens more than `tokens`, without disturbing anyone; returns how many there is room for."""
-        wanted = min(self.pages.needed(tokens + k), self.widest) - len(sequence.pages)
+        wanted = min(self.pages.needed(tokens + k), self.table_width) - len(sequence.pages)
         if wanted > 0:
             sequence.pages += self.pages.allocate(min(wanted, self.pages.free))
         return min(k, len(sequence.pages) * self.pages.block_size - tokens)
@@ -301,8 +306,8 @@ class Scheduler:
             sequence = row.sequence
             sequence.computed += row.pending
             if row.samples:
-                sequence.flying += 1
-                sequence.ahead += row.k + 1
+                sequence.in_flight += 1
+                sequence.max_in_flight += row.k + 1
 
     def commit(self, row: PlanRow, tokens: list[int]) -> None:
         """The row's step committed these tokens (none while its prompt is not through).
@@ -310,8 +315,8 @@ class Scheduler:
         sequence = row.sequence
         sequence.settled += row.pending
         if row.samples:
-            sequence.flying -= 1
-            sequence.ahead -= row.k + 1
+            sequence.in_flight -= 1
+            sequence.max_in_flight -= row.k + 1
             sequence.computed += len(tokens) - 1  # the accepted drafts
             sequence.settled += len(tokens) - 1
             sequence.ids += tokens

@@ -1,27 +1,25 @@
-"""One step of the engine: draft -> target forward -> verify -> commit, for a batch of rows, each with its own k; plain
-decoding is k = 0. Here a token is made. Which rows, and how many tokens each may draft, is the scheduler's; where a text
-ends is the engine's.
+"""One step of the engine, on the host: admissions and releases are applied, the rows of a plan become launches of the cycle,
+and what these did is read. With the exact layout a step is read at once (lag 0). With the padded one it is read after the
+next one was launched (lag 1), unless a drafter on the host has to see it before it can draft.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
+from forerun.device import mark, receive, send_integers
 from forerun.drafters import Drafter, Rows
+from forerun.engine.cycle import DRAWN, EXACT, Cycle, Report, Times
+from forerun.engine.layouts import Arrange
+from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Plan, PlanRow, Sequence, new_pages
-from forerun.engine.slots import Slots
-from forerun.kernels import Batch
-from forerun.models.decoder import KVCache, Target
-from forerun.types import Draft, Logprob, Verdict
-from forerun.verify.accept import accept_block, accept_drawn, accept_matching, accept_ratio
-from forerun.verify.sampling import BROKEN, SamplingState, logprobs
+from forerun.engine.state import Admission, RowState
+from forerun.types import Logprob
 
 
 @dataclass(slots=True)
@@ -38,184 +36,144 @@ class Committed:
     broken: bool = False
 
 
-class Times(NamedTuple):
-    """Host seconds of one step's parts."""
+class InFlight(NamedTuple):
+    """A step that was launched and not read. parts: rows with their reports, which are on the host once `arrived` returns;
+    silent: rows in the middle of a prompt."""
 
-    draft: float
-    forward: float
-    verify: float
-
-
-class Flight(Protocol):
-    """A step on its way."""
-
-    def read(self) -> Iterable[Committed]:
-        """What it did to each row, once that is known. To be called once."""
-
-    @property
-    def times(self) -> Times: ...
-
-
-class Done(NamedTuple):
-    """A step that was read as it was made."""
-
-    committed: list[Committed]
+    rows: list[PlanRow]
+    parts: list[tuple[list[PlanRow], Report]]
+    silent: list[PlanRow]
+    arrived: Callable[[], None]
     times: Times
 
-    def read(self) -> list[Committed]:
-        return self.committed
 
-
-class Layout(NamedTuple):
-    """A step's rows as the flat tokens of a forward pass. batch: what the target computes; slot, position: [N], of each
-    position that is verified, whose token is chosen and where that token will stand; cell: [N], its place in a padded
-    [B,K+1] block of the rows that sample; longest: the longest history among them."""
-
-    batch: Batch
-    slot: Tensor
-    position: Tensor
-    cell: Tensor
-    longest: int
-
-
-class RaggedStep:
-    """Steps whose rows are laid end to end, each as long as it is, and read at once: the host makes and sees every one."""
-
-    lag = 0
+class Step:
+    """mirror: tables on the host, for a drafter there (host_drafter; None: drafts are made in the cycle). waits: drafts for
+    which a step on a device was waited for."""
 
     def __init__(
-        self,
-        target: Target,
-        kv: KVCache,
-        slots: Slots,
-        sampling: SamplingState,
-        drafter: Drafter | None,
-        drawn: bool,
-        block: bool,
+        self, cycle: Cycle, layout: Arrange, runner: Runner, drafter: Drafter | None, mirror: RowState, lag: int
     ) -> None:
-        """drawn: drafts come with the probabilities that they were drawn from; block: block verification for them."""
-        self.target, self.kv, self.slots, self.sampling, self.drafter = target, kv, slots, sampling, drafter
-        self._drawn, self._accept = drawn, accept_block if block else accept_ratio
+        self.cycle, self.layout, self.runner, self.drafter, self.mirror = cycle, layout, runner, drafter, mirror
+        self.host_drafter = drafter if cycle.drafter is None else None
+        self.lag = 0 if self.host_drafter is not None else lag
+        self.waits = 0
+        self.state, self.device = cycle.state, cycle.state.length.device
+        self._changes: dict[int, Admission | None] = {}  # admissions and releases since the last launch, by slot
 
-    def restart(self) -> None:
-        """All slots are free, whatever state they are in."""
-        if self.drafter is not None:
-            self.drafter.restart()
+    def warm_up(self) -> None:
+        """Before the first request: make the common launches ready, and time them."""
+        self.runner.warm_up(self.layout.keys(self.cycle.classes))
+
+    def warm_up_largest(self) -> None:
+        """Make the launches ready that take most memory, in which all others fit."""
+        self.runner.warm_up(self.layout.largest(), whole=False)
 
     def admit(self, sequence: Sequence) -> None:
-        self.slots.set(sequence.slot, sequence.ids)
-        sequence.laid = 0
-        self.sampling.set(sequence.slot, sequence.request)
+        """The sequence has a slot; the state is written at the next launch."""
+        slot, request = sequence.slot, sequence.request
+        sequence.mapped = 0
+        self._changes[slot] = Admission(list(sequence.ids), request)
+        if self.host_drafter is not None:
+            self.mirror.set(slot, sequence.ids)
         if self.drafter is not None:
-            self.drafter.admit(sequence.slot, sequence.request)
+            self.drafter.admit(slot, request)
 
     def release(self, sequence: Sequence, slot: int, finished: bool) -> None:
-        self.slots.length[slot] = len(sequence.ids)  # what ran past a stop is not history
+        """It has left the slot, in which nothing happens from the next launch on."""
+        self._changes[slot] = None
+        if self.host_drafter is not None:
+            self.mirror.catch_up(slot, sequence.ids)
         if self.drafter is not None:
             self.drafter.release(slot, finished)
 
-    @torch.inference_mode()
-    def compute(self, positions: int) -> None:
-        """A forward pass of the dummy slot over so many positions, to be timed."""
-        dummy, first = np.array([len(self.slots.length) - 1]), np.array([0])
-        self.target.forward(self.slots.batch(dummy, first, np.array([positions]), np.arange(positions)), self.kv)
+    def restart(self) -> None:
+        """All slots are free, whatever state they are in."""
+        self._changes = {}
+        self.layout.restart()
+        self.state.active.fill_(False)
+        if self.drafter is not None:
+            self.drafter.restart()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Done:
+    def launch(self, plan: Plan) -> InFlight:
         start = time.perf_counter()
-        self.slots.lay(new_pages(plan.rows))
-        sampling_rows = [row for row in plan.rows if row.samples]
-        rows = self._rows(sampling_rows)
-        draft = self._draft(rows)
-        drafted = time.perf_counter()
+        if self._changes:
+            changes, self._changes = self._changes, {}
+            self.state.apply(changes)
+            admitted = {slot: one.request for slot, one in changes.items() if one is not None}
+            if admitted:
+                at = send_integers(list(admitted), self.device)
+                self.cycle.sampling.give(at, admitted.keys(), list(admitted.values()))
+        self.state.map_pages(new_pages(plan.rows))
+        parts = []
+        exact = False
+        for key, given, rows in self.layout.arrange(plan.rows):
+            report = self.runner.run(key, given)
+            parts.append((rows, self._receive(report)))  # at once: graphs share their memory
+            exact = key.layout == EXACT
+        silent = [row for row in plan.rows if not row.samples]
+        resumed = [row.sequence.slot for row in silent if row.sequence.resumes(row)]
+        if resumed and self.cycle.drafter is not None:
+            at = send_integers(resumed, self.device)
+            wanted = torch.full_like(at, self.cycle.width) if exact else None
+            self.cycle.draft(at, wanted, self.cycle.features(resumed) if exact else DRAWN)
+        spent = time.perf_counter() - start
+        draft, _, verify = self.cycle.times if exact else (0.0, 0.0, 0.0)
+        return InFlight(plan.rows, parts, silent, mark(self.device), Times(draft, spent - draft - verify, verify))
 
-        layout = self._layout(plan.rows, draft)
-        logits = self.target.forward(layout.batch, self.kv).logits  # [N,V]
-        computed = time.perf_counter()
+    @staticmethod
+    def _receive(report: Report) -> Report:
+        """The report on its way to the host."""
+        noted = None if report.noted is None else tuple(receive(part) for part in report.noted)
+        confidence = None if report.confidence is None else receive(report.confidence)
+        return Report(receive(report.tokens), receive(report.counts), noted, confidence)  # type: ignore[arg-type]
 
-        committed = [Committed(row, [], 0, 0, []) for row in plan.rows if not row.samples]
-        if sampling_rows:
-            verdict = self._verify(logits, layout, draft, rows)
-            self.slots.commit(rows.slot, verdict.tokens, verdict.count)
-            committed += self._read(sampling_rows, draft, verdict, logits)
-        return Done(committed, Times(drafted - start, computed - drafted, time.perf_counter() - computed))
+    def read(self, step: InFlight) -> Iterator[Committed]:
+        """What a step did to each row, waiting for it if need be. To be called once."""
+        step.arrived()
+        for row in step.silent:
+            yield Committed(row, [], 0, 0, [])
+        for rows, report in step.parts:
+            tokens, columns = report.tokens.tolist(), report.counts.t().tolist()
+            confidence = report.confidence.tolist() if report.confidence is not None else None
+            for i, (row, block, count, drafted, accepted, broken, found) in enumerate(
+                zip(rows, tokens, *columns, strict=False)
+            ):
+                if self.cycle.width:
+                    history = row.sequence.history
+                    history.learn(drafted, accepted, found)
+                    history.confidence = confidence and confidence[i]
+                noted = self._logprobs(row, report, i, count) if report.noted is not None else []
+                yield Committed(row, block[:count], drafted, accepted, noted, broken > 0)
 
-    def _rows(self, rows: list[PlanRow]) -> Rows:
-        device = self.slots.length.device
-        slot = torch.tensor([row.sequence.slot for row in rows], dtype=torch.int64, device=device)
-        k = torch.tensor([row.k for row in rows], dtype=torch.int64, device=device)
-        return Rows(slot, k, max((row.k for row in rows), default=0))
+    @staticmethod
+    def _logprobs(row: PlanRow, report: Report, i: int, count: int) -> list[Logprob]:
+        top = row.sequence.request.params.logprobs
+        if top is None or report.noted is None:
+            return []
+        chosen, ids, values = (part[i, :count].tolist() for part in report.noted)
+        tokens = report.tokens[i, :count].tolist()
+        return [
+            Logprob(token, value, tuple(zip(top_ids[:top], top_values[:top], strict=True)))
+            for token, value, top_ids, top_values in zip(tokens, chosen, ids, values, strict=True)
+        ]
 
-    def _draft(self, rows: Rows) -> Draft:
-        """What the drafter proposes, laid behind the committed tokens of its rows."""
-        if self.drafter is None or rows.width == 0:
-            nothing = rows.slot.new_zeros(len(rows.slot), 0)
-            return Draft(nothing, torch.zeros_like(rows.slot))
-        draft = self.drafter.propose(rows)
-        self.slots.write_drafts(rows.slot, draft.tokens)
-        return draft
-
-    def _layout(self, rows: list[PlanRow], draft: Draft) -> Layout:
-        """Lay the rows end to end, without padding: each its pending tokens, then its drafts."""
-        device, width = draft.tokens.device, draft.tokens.shape[1]
-        slot = np.array([row.sequence.slot for row in rows])
-        begin = np.array([row.sequence.computed for row in rows])
-        pending = np.array([row.pending for row in rows])
-        samples = np.array([row.samples for row in rows])
-        size = np.zeros(len(rows), np.int64)
-        size[samples] = draft.size.cpu().numpy()
-        count = pending + size  # [R] tokens of each row
-
-        verified = np.where(samples, size + 1, 0)  # [R] positions whose token is chosen: a row's last ones
-        row = np.repeat(np.arange(len(rows)), verified)  # [N]
-        offset = np.arange(len(row)) - (np.cumsum(verified) - verified)[row]  # [N] 0 .. size
-        at = (np.cumsum(count) - count + pending - 1)[row] + offset  # [N] place in the flat tokens
-        position = (begin + pending)[row] + offset  # [N] where the chosen token will stand
-        cell = (np.cumsum(samples) - 1)[row] * (width + 1) + offset
-        return Layout(
-            self.slots.batch(slot, begin, count, at),
-            torch.from_numpy(slot[row]).to(device),
-            torch.from_numpy(position).to(device),
-            torch.from_numpy(cell).to(device),
-            int(position.max(initial=0)),
-        )
-
-    def _verify(self, logits: Tensor, layout: Layout, draft: Draft, on: Rows) -> Verdict:
-        """The target's distribution at every position of the block, and what it makes of the draft."""
-        rows, width = draft.tokens.shape
-        features = self.sampling.features(set(layout.slot.tolist()))
-        shaped = self.sampling.shape(logits, layout.slot, layout.position, features, layout.longest)
-        if not self._drawn:
-            choice = logits.new_zeros(rows * (width + 1), dtype=torch.int64)
-            choice[layout.cell] = self.sampling.choose(shaped, layout.slot, layout.position, features)
-            return accept_matching(choice.view(rows, width + 1), draft)
-        target = logits.new_zeros(rows * (width + 1), logits.shape[1])
-        target[layout.cell] = self.sampling.probs(shaped, layout.slot, features)
-        broken = torch.zeros(rows * (width + 1), dtype=torch.bool, device=logits.device)
-        broken[layout.cell] = self.sampling.broken(shaped)
-        seed, start = self.sampling.seed[on.slot], self.slots.length[on.slot]
-        return accept_drawn(self._accept, target.view(rows, width + 1, -1), broken.view(rows, -1), draft, seed, start)
-
-    def _read(self, rows: list[PlanRow], draft: Draft, verdict: Verdict, logits: Tensor) -> list[Committed]:
-        """The verdict on the host, with logprobs where they were asked for."""
-        size, count = draft.size.tolist(), verdict.count.tolist()
-        committed, at = [], 0
-        for i, (row, tokens) in enumerate(zip(rows, verdict.tokens.tolist(), strict=True)):
-            tokens = tokens[: count[i]]
-            broken = tokens[-1] == BROKEN
-            if broken:
-                tokens.pop()
-            top = row.sequence.request.params.logprobs
-            noted: list[Logprob] = []
-            if top is not None and tokens:
-                chosen, ids, values = logprobs(logits[at : at + len(tokens)], verdict.tokens[i, : len(tokens)], top)
-                noted = [
-                    Logprob(token, value, tuple(zip(top_ids, top_values, strict=True)))
-                    for token, value, top_ids, top_values in zip(
-                        tokens, chosen.tolist(), ids.tolist(), values.tolist(), strict=True
-                    )
-                ]
-            committed.append(Committed(row, tokens, size[i], count[i] - 1, noted, broken))
-            row.sequence.chances.learn(size[i], count[i] - 1, None)
-            at += size[i] + 1
-        return committed
+    def draft(self, sequences: list[Sequence], width: int) -> float:
+        """Have a drafter on the host draft at most `width` tokens for these sequences, of which every step was read. Returns
+        the seconds that it took."""
+        if self.host_drafter is None or not sequences:
+            return 0.0
+        start = time.perf_counter()
+        slots = [s.slot for s in sequences]
+        for s in sequences:
+            self.mirror.catch_up(s.slot, s.ids)
+        k = torch.tensor([max(min(width, s.remaining - 1), 0) for s in sequences])
+        with torch.inference_mode():
+            draft = self.host_drafter.propose(Rows(torch.tensor(slots), k, int(k.max())))
+            self.cycle.keep(slots, draft)
+        confidence = draft.confidence.tolist() if draft.confidence is not None else [None] * len(slots)
+        for s, size, chances in zip(sequences, draft.size.tolist(), confidence, strict=True):
+            s.history.at_hand, s.history.confidence = size, chances
+        self.waits += bool(width)
+        return time.perf_counter() - start

@@ -1,0 +1,360 @@
+"""One cycle of the engine, on the device: lay out the rows with the drafts kept from the step before -> target -> verify ->
+commit -> observe -> draft for the next step. Here as torch operations, the twin that runs anywhere; fused.py has the fast form
+for CUDA. Which rows take part is the scheduler's, which shape a launch has is layouts.py's, how it is run is runner.py's.
+
+A row is active until it meets a stop token, its limit or broken logits, or until the host releases it. Inactive rows write to
+the dummy page 0 and commit nothing. A rejected draft leaves stale tokens, keys and values behind the committed length; the next
+launch of the row overwrites them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.device import send_integers
+from forerun.drafters import Drafter, Observed, Rows
+from forerun.engine.state import RowState
+from forerun.kernels import Batch, Kernels
+from forerun.models.decoder import KVCache, Target
+from forerun.types import Draft, Verdict
+from forerun.verify.accept import accept_block, accept_drawn, accept_matching, accept_ratio
+from forerun.verify.sampling import BROKEN, Features, SamplingState, logprobs
+
+GREEDY = Features()
+NEXT_DRAFT = 4  # the column of Report.counts that holds the size of the next draft
+
+# The layouts of a launch, with what is given of each row [n,R] int64:
+EXACT = "exact"  # the host knows all lengths: slot, begin, pending, drafts, commits (1 or 0), drafts wanted for the next step
+UNIFORM = "uniform"  # each row its last token and `width` drafts: slot, drafts at most
+SHARED = "shared"  # rows share a number of drafts, handed out from the first row on: slot, drafts at most
+PROMPT = "prompt"  # parts of prompts: slot, begin, count, commits (1: the part is the last, and the row gets a token)
+
+DRAWN = Features(sampled=True)  # what the distributions of drafts are made with where launches are captured
+
+
+class Key(NamedTuple):
+    """What fixes the shapes and the work of a launch. rows: padded batch size; tokens: positions computed, padding included;
+    width: draft tokens of a row at most; top: logprobs reported (-1: none, 0: the chosen token's only)."""
+
+    layout: str
+    rows: int
+    tokens: int
+    width: int
+    features: Features = GREEDY
+    top: int = -1
+
+
+def decode_key(rows: int, width: int, drafts: int | None = None, features: Features = GREEDY, top: int = -1) -> Key:
+    """Of a decode launch. drafts: of all rows together, where that is less than `width` for each."""
+    if drafts is None:
+        return Key(UNIFORM, rows, rows * (width + 1), width, features, top)
+    return Key(SHARED, rows, rows + drafts, width, features, top)
+
+
+class Report(NamedTuple):
+    """What a launch tells the host. tokens: [B,W+1]; counts: [B,5], committed, drafted, accepted, whether the logits behind the
+    committed tokens are broken (1: the row has ended for that), and the size of the next draft; noted: the logprobs of tokens
+    [B,W+1], ids and values of the likeliest [B,W+1,top], None if no request asked; confidence: [B,K] float32 of the next
+    draft, None if the drafter has none."""
+
+    tokens: Tensor
+    counts: Tensor
+    noted: tuple[Tensor, Tensor, Tensor] | None = None
+    confidence: Tensor | None = None
+
+
+class Layout(NamedTuple):
+    """A launch on the device: R rows of T tokens, of which the first B rows choose tokens, at N positions.
+
+    batch: the forward pass, with logits for the N positions; slot: [B], the dummy slot for rows that commit nothing; owner:
+    [N] or [B], the slot of each position, or of each run of N/B positions; positions: [N], of the tokens that are read; block:
+    [B,W+1], where among the N positions the block of a row lies, None: N = B * (W+1), in order; draft: W wide; x: [T,H], the
+    tokens' embeddings, if they are there; rows: [R], all slots; pending: [R], the committed tokens of each row, None: one;
+    drafting: the slots that are drafted for, and how many tokens each wants ([..] int64, None: as many as there may be)."""
+
+    batch: Batch
+    slot: Tensor
+    owner: Tensor
+    positions: Tensor
+    block: Tensor | None
+    draft: Draft
+    x: Tensor | None
+    rows: Tensor
+    pending: Tensor | None
+    wanted: Tensor | None
+
+
+class Times(NamedTuple):
+    """Host seconds of one step's parts."""
+
+    draft: float
+    forward: float
+    verify: float
+
+
+class Cycle:
+    """classes: the features of which launches are captured before the first request. times: of the last launch, as the host saw
+    it."""
+
+    classes: tuple[Features, ...] = (GREEDY,)
+
+    def __init__(
+        self, target: Target, kv: KVCache, state: RowState, sampling: SamplingState, drafter: Drafter | None, block: bool
+    ) -> None:
+        """drafter: one that works on the device, or None: then drafts come from outside. block: block verification of drafts
+        with probabilities."""
+        self.target, self.kv, self.state, self.sampling, self.drafter = target, kv, state, sampling, drafter
+        self.drawn = state.draft_probs is not None
+        self.width = state.draft.shape[1]
+        self.times = Times(0.0, 0.0, 0.0)
+        self._accept = accept_block if block else accept_ratio
+        self._layers = drafter.needs.layers if drafter is not None else ()
+        self._starts: dict[tuple[int, int], Tensor] = {}  # (rows, width) -> [B+1] int32, where each row's tokens start
+
+    def features(self, slots: Iterable[int]) -> Features:
+        """What sampling for these slots together takes, as far as launches differ by it."""
+        return self.served(self.sampling.features(slots))
+
+    def served(self, features: Features) -> Features:
+        """The features of the launches that serve requests with these."""
+        return features
+
+    def run(self, key: Key, given: Tensor) -> Report:
+        """One cycle. given: [n,R] int64, see the layouts above; its rows past the batch are padding, of the dummy slot."""
+        start = time.perf_counter()
+        layout: Layout = getattr(self, f"lay_{key.layout}")(key, given)
+        seen = self.target.forward(layout.batch, self.kv, self._layers, self._kernels(key), layout.x)
+        computed = time.perf_counter()
+        tokens, verdict = self._verify(key, layout, seen.logits)
+        counts = self._commit(layout.slot, layout.draft, tokens, verdict)
+        noted = self._note(key, layout, seen.logits, tokens)
+        verified = time.perf_counter()
+        confidence = None
+        if self.drafter is not None:
+            true, prompts = self._true(layout, counts), layout.pending is not None
+            self.drafter.observe(Observed(layout.rows, layout.batch, true, seen.hidden, prompts))
+            confidence = self._draft(key, layout, counts)
+        self.times = Times(time.perf_counter() - verified, computed - start, verified - computed)
+        return Report(tokens, counts, noted, confidence)
+
+    # Lay out
+
+    def lay_exact(self, key: Key, given: Tensor) -> Layout:
+        """The rows end to end, without padding: each its pending tokens, then its drafts. Rows that commit come first. For a
+        state on the CPU."""
+        slot, begin, pending, drafts, commits, _ = given.numpy()
+        count, rows = pending + drafts, int(commits.sum())
+        first = np.cumsum(drafts[:rows] + 1) - drafts[:rows] - 1  # [B] where each block begins among the positions
+        row = np.repeat(np.arange(rows), drafts[:rows] + 1)  # [N]
+        offset = np.arange(len(row)) - first[row]  # [N] 0 .. drafts
+        last = np.cumsum(count)[:rows] - drafts[:rows] - 1  # [B] the last pending token among all tokens
+        owner = torch.from_numpy(slot[row])
+        block_slot = given[0, :rows]
+        draft = self._kept(block_slot, key.width)._replace(size=given[3, :rows])
+        if key.width:
+            self.state.write_drafts(block_slot, draft.tokens)
+        batch = self.state.batch(slot, begin, count, last[row] + offset)
+        positions = torch.from_numpy((begin + pending - 1)[row] + offset)
+        block = None
+        if key.width:
+            block = torch.from_numpy(np.minimum(first[:, None] + np.arange(key.width + 1), len(row) - 1))
+        return Layout(batch, block_slot, owner, positions, block, draft, None, given[0], given[2], given[5, :rows])
+
+    def lay_uniform(self, key: Key, given: Tensor) -> Layout:
+        """Of each row the last committed token and `width` drafts, kept from the step before."""
+        slot, k = given
+        state = self.state
+        active, length = state.active[slot], state.length[slot]
+        draft = self._cut(key, slot, k, length)
+        state.write_drafts(slot, draft.tokens)
+        positions = (length - 1)[:, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
+        ids = state.tokens[slot[:, None], positions]
+        table = torch.where(active[:, None], state.block_table[slot], 0)
+        return self._uniform(key, slot, draft, ids.flatten(), positions.flatten(), table, None)
+
+    def _uniform(
+        self, key: Key, slot: Tensor, draft: Draft, ids: Tensor, positions: Tensor, table: Tensor, x: Tensor | None
+    ) -> Layout:
+        shape = (key.rows, key.width)
+        if shape not in self._starts:
+            self._starts[shape] = torch.arange(0, key.tokens + 1, key.width + 1, dtype=torch.int32, device=slot.device)
+        batch = Batch(ids, positions, self._starts[shape], table, None)
+        return Layout(batch, slot, slot, positions, None, draft, x, slot, None, None)
+
+    def lay_shared(self, key: Key, given: Tensor) -> Layout:
+        """Rows that share key.tokens - key.rows drafts: each takes as many tokens as it has drafts, and one. For drafts without
+        probabilities."""
+        slot, k = given
+        state = self.state
+        length, active = state.length[slot], state.active[slot]
+        draft = self._cut(key, slot, k, length)
+        size = torch.where(active, draft.size, 0)
+        size = size - (size.cumsum(0) - (key.tokens - key.rows)).clamp(min=0).minimum(size)
+        draft = draft._replace(size=size)
+        state.write_drafts(slot, draft.tokens)
+        batch, row = self._end_to_end(key, slot, torch.where(active, length - 1, 0), size + 1)
+        table = torch.where(active[:, None], batch.block_table, 0)
+        batch = batch._replace(block_table=table, logits_at=None)
+        return self._shared(key, slot, slot[row], draft, batch, None)
+
+    @staticmethod
+    def _shared(key: Key, slot: Tensor, owner: Tensor, draft: Draft, batch: Batch, x: Tensor | None) -> Layout:
+        block = batch.row_start[:-1, None] + torch.arange(key.width + 1, device=slot.device)  # [B,W+1]
+        block = block.clamp(max=key.tokens - 1)
+        return Layout(batch, slot, owner, batch.positions, block, draft, x, slot, None, None)
+
+    def lay_prompt(self, key: Key, given: Tensor) -> Layout:
+        """Of each row the tokens from `begin` on, `count` of them, end to end, with padding behind the last."""
+        slot, begin, count, through = given
+        batch, _ = self._end_to_end(key, slot, begin, count)
+        commits = torch.where(through > 0, slot, self.state.dummy)
+        last = (begin + count).clamp(min=1) - 1
+        nothing = self._kept(commits, 0)._replace(size=torch.zeros_like(slot))
+        return Layout(batch, commits, commits, last, None, nothing, None, slot, count, None)
+
+    def _end_to_end(self, key: Key, slot: Tensor, begin: Tensor, count: Tensor) -> tuple[Batch, Tensor]:
+        """The forward pass over these parts of the slots, with the logits of each row's last token (of some token if the row
+        is empty), and the row of each token [T]. slot, begin, count: [R]."""
+        end = count.cumsum(0)  # [R]
+        at = torch.arange(key.tokens, device=slot.device)  # [T]
+        row = torch.searchsorted(end, at, right=True).clamp(max=key.rows - 1)  # [T]
+        there = at < end[-1]
+        positions = torch.where(there, at + (begin - end + count)[row], 0)
+        ids = torch.where(there, self.state.tokens[slot[row], positions], 0)
+        start = F.pad(end, (1, 0)).int()
+        return Batch(ids, positions, start, self.state.block_table[slot], (end - 1).clamp(min=0)), row
+
+    def _cut(self, key: Key, slot: Tensor, k: Tensor, length: Tensor) -> Draft:
+        """The kept drafts, cut to k and to what the row may still take. length: [B]."""
+        kept = self._kept(slot, key.width)
+        room = torch.minimum(k, self.state.limit[slot] - length - 1)
+        return kept._replace(size=torch.minimum(kept.size, room).clamp(0, key.width))
+
+    def _kept(self, slot: Tensor, width: int) -> Draft:
+        """The drafts that the step before has left."""
+        state = self.state
+        probs = None if state.draft_probs is None else state.draft_probs[slot, :width]
+        return Draft(state.draft[slot, :width], state.draft_size[slot], probs)
+
+    def _kernels(self, key: Key) -> Kernels | None:
+        """Kernels bounded to the launch's shape; None: the target's own."""
+        if key.layout in (EXACT, PROMPT):
+            return None
+        return self.target.kernels.bounded(key.width + 1, self.state.tokens.shape[1], ragged=key.layout == SHARED)
+
+    # Verify
+
+    def _verify(self, key: Key, layout: Layout, logits: Tensor) -> tuple[Tensor, Verdict | None]:
+        """The block of each row [B,W+1]: the target's choices, of which the draft is accepted while it equals them; or what the
+        verdict says, for drafts with probabilities."""
+        if not self.drawn:
+            return self._block(layout, self._choose(key, layout, logits)), None
+        shaped, owner = self._shaped(key, layout, logits)
+        target = self._block(layout, self._distribution(key, layout, shaped, owner))
+        broken = self._block(layout, self.sampling.broken(shaped))
+        seed, start = self.sampling.seed[layout.slot], self.state.length[layout.slot]
+        verdict = accept_drawn(self._accept, target, broken, layout.draft, seed, start)
+        return verdict.tokens, verdict
+
+    @staticmethod
+    def _block(layout: Layout, values: Tensor) -> Tensor:
+        """Values of the positions [N,..] as blocks of rows [B,W+1,..]."""
+        if layout.block is None:
+            rows = len(layout.slot)
+            return values.view(rows, len(values) // rows if rows else 1, *values.shape[1:])
+        return values[layout.block]
+
+    def _choose(self, key: Key, layout: Layout, logits: Tensor) -> Tensor:
+        """The target's own token behind each position, [N]."""
+        shaped, owner = self._shaped(key, layout, logits)
+        return self.sampling.choose(shaped, owner, layout.positions + 1, key.features)
+
+    def _shaped(self, key: Key, layout: Layout, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits under biases, bans and penalties, and the slot of each of their rows [N]."""
+        owner, positions = layout.owner, layout.positions
+        if len(owner) < len(positions):
+            owner = owner.repeat_interleave(len(positions) // len(owner), output_size=len(positions))
+        longest = int(positions.max()) + 1 if key.layout == EXACT and key.features.penalties else 0
+        return self.sampling.shape(logits, owner, positions + 1, key.features, longest), owner
+
+    def _distribution(self, key: Key, layout: Layout, shaped: Tensor, owner: Tensor) -> Tensor:
+        """The target's distribution at each position, [N,V]."""
+        return self.sampling.probs(shaped, owner, key.features)
+
+    def _note(self, key: Key, layout: Layout, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The logprobs of tokens [B,W+1], with `top` alternatives."""
+        if key.top < 0:
+            return None
+        chosen, ids, values = logprobs(self._block(layout, logits).flatten(0, 1), tokens.flatten(), key.top)
+        return chosen.view_as(tokens), ids.view(*tokens.shape, -1), values.view(*tokens.shape, -1)
+
+    # Commit
+
+    def _commit(self, slot: Tensor, draft: Draft, tokens: Tensor, verdict: Verdict | None) -> Tensor:
+        """Cut the block at a stop, the limit or broken logits, and append it; [B,5] as in Report, without a next draft."""
+        verdict = verdict or accept_matching(tokens, draft)
+        state, width = self.state, tokens.shape[1]
+        length, active, limit = state.length[slot], state.active[slot], state.limit[slot]
+        at = torch.arange(width, device=slot.device)
+        ends = (tokens[:, :, None] == state.stop_ids[slot][:, None, :]).any(-1) | (tokens == BROKEN)
+        first = torch.where(ends & (at < verdict.count[:, None]), at, width).amin(1)  # [B] where it ends, or past all
+        last = tokens.gather(1, first[:, None].clamp(max=width - 1))[:, 0]
+        room = limit - length
+        broken = active & (first < torch.clamp(room, max=width)) & (last == BROKEN)
+        count = torch.minimum(torch.minimum(verdict.count, first + 1) - broken.long(), room)
+        count = torch.where(active, count, 0).clamp(min=0)
+        ended = (first < width) | (length + count >= limit)
+        state.commit(slot, tokens, count)
+        state.active[slot] = active & ~ended
+        drafted, accepted = torch.where(active, draft.size, 0), torch.minimum(verdict.count - 1, count)
+        return torch.stack((count, drafted, accepted, broken.long(), torch.zeros_like(count)), 1)
+
+    # Observe and draft
+
+    @staticmethod
+    def _true(layout: Layout, counts: Tensor) -> Tensor:
+        """Of each row [R] how many of its tokens, from the first on, are committed: the rest are rejected drafts."""
+        committed = counts[:, 0]
+        if layout.pending is None:
+            return committed
+        true = layout.pending.clone()
+        true[: len(committed)] += committed.clamp(min=1) - 1
+        return true
+
+    def _draft(self, key: Key, layout: Layout, counts: Tensor) -> Tensor | None:
+        """Draft for the next step; the confidence [B,K], if the drafter has any."""
+        if self.drafter is None or self.width == 0 or not len(layout.slot):
+            return None
+        features = key.features if key.layout == EXACT else DRAWN
+        confidence = self.draft(layout.slot, layout.wanted, features)
+        counts[:, NEXT_DRAFT] = self.state.draft_size[layout.slot]
+        return confidence
+
+    def draft(self, slot: Tensor, wanted: Tensor | None, features: Features) -> Tensor | None:
+        """Draft for these slots [B] and keep the drafts. wanted: as in Layout, known on the host if given."""
+        assert self.drafter is not None
+        k = torch.where(self.state.active[slot], self.width if wanted is None else wanted, 0)
+        width = self.width if wanted is None else int(k.max())
+        draft = self.drafter.propose(Rows(slot, k, width, features))
+        self._keep(slot, draft)
+        return draft.confidence
+
+    def _keep(self, slot: Tensor, draft: Draft) -> None:
+        state, width = self.state, draft.tokens.shape[1]
+        state.draft[slot, :width] = draft.tokens
+        state.draft_size[slot] = draft.size
+        if state.draft_probs is not None and draft.probs is not None:
+            state.draft_probs[slot, :width] = draft.probs
+
+    def keep(self, slots: list[int], draft: Draft) -> None:
+        """Keep a draft that was made on the host for these slots, for their next step."""
+        device = self.state.length.device
+        sent = Draft(draft.tokens.to(device, non_blocking=True), draft.size.to(device, non_blocking=True))
+        self._keep(send_integers(slots, device), sent)

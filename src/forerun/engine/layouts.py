@@ -1,0 +1,264 @@
+"""From the rows of a plan to the launches of a step: their shapes, and which of the drafts at hand they verify. Two layouts:
+exact, where the host knows all lengths and one launch holds prompts and decoding rows without padding; padded, where shapes
+are captured, decoding rows and prompts are launches of their own, and the host is one step behind the device. Host only;
+where the tokens lie on the device is cycle.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from forerun.engine.cycle import EXACT, GREEDY, PROMPT, Cycle, Key, decode_key
+from forerun.engine.policy import AcceptanceHistory, Offers, Policy
+from forerun.engine.runner import Runner
+from forerun.engine.scheduler import PlanRow
+from forerun.engine.scheduler import Sequence as Live
+from forerun.verify.sampling import Features
+
+
+class Launch(NamedTuple):
+    """given: as the key's layout asks; rows: those that the report is about, in its order."""
+
+    key: Key
+    given: list[list[int]]
+    rows: list[PlanRow]
+
+
+class Arrange(Protocol):
+    def arrange(self, rows: list[PlanRow]) -> list[Launch]:
+        """The launches of a step of these rows, one row at least."""
+
+    def keys(self, classes: Sequence[Features]) -> list[Key]:
+        """What is worth being ready before the first request, for sampling of these classes."""
+
+    def largest(self) -> list[Key]:
+        """Of these the ones that take most memory."""
+
+    def restart(self) -> None:
+        """Other rows come."""
+
+
+class Common:
+    """What both layouts know: how rows sample, and what the policy chooses among their drafts."""
+
+    def __init__(self, cycle: Cycle, policy: Policy, runner: Runner) -> None:
+        self.cycle, self.policy, self.runner = cycle, policy, runner
+        self._asked: tuple[list[Live], tuple[Features, int]] = ([], (GREEDY, -1))
+
+    def restart(self) -> None:
+        self._asked = ([], (GREEDY, -1))
+
+    def asked(self, rows: list[PlanRow]) -> tuple[Features, int]:
+        """What these rows' requests ask for: the sampling features they use, and how many logprobs (a few sizes only).
+        Remembered until other rows come: steps of the same rows follow each other."""
+        sequences = [row.sequence for row in rows]
+        if sequences != self._asked[0]:
+            wanted = [top for s in sequences if (top := s.request.params.logprobs) is not None]
+            top = next(n for n in (-1, 20, 100) if n >= max(wanted, default=-1))
+            self._asked = (sequences, (self.cycle.features([s.slot for s in sequences]), top))
+        return self._asked[1]
+
+
+def context_of(rows: list[PlanRow]) -> float:
+    """Tokens of a row on average, as far as the host has read them."""
+    return sum([len(row.sequence.ids) for row in rows]) / len(rows)
+
+
+class ExactLayout(Common):
+    def arrange(self, rows: list[PlanRow]) -> list[Launch]:
+        commits = [row for row in rows if row.samples]
+        rows = [*commits, *(row for row in rows if not row.samples)]
+        slot = [row.sequence.slot for row in rows]
+        pending = [row.pending for row in rows]
+        total = sum(pending)
+        drafts = self._drafts(commits, slot, total)
+        wanted = self._wanted(commits)
+        rest = [0] * (len(rows) - len(commits))
+        given = [
+            slot, [row.sequence.computed for row in rows], pending, drafts + rest, [1] * len(commits) + rest, wanted + rest
+        ]  # fmt: skip
+        key = Key(EXACT, len(rows), total + sum(drafts), max(drafts, default=0), *self.asked(commits))
+        return [Launch(key, given, commits)]
+
+    def _drafts(self, rows: list[PlanRow], slot: list[int], positions: int) -> list[int]:
+        """How many of the drafts at hand each row verifies, in a launch of so many positions without drafts."""
+        size = self.cycle.state.draft_size.numpy()
+        most = [row.k and min(row.k, int(size[at])) for row, at in zip(rows, slot, strict=False)]
+        return self._choose(rows, most, positions) if any(most) else most
+
+    def _wanted(self, rows: list[PlanRow]) -> list[int]:
+        """How many tokens to draft for the next step, where drafting has its price: as many as that is expected to verify."""
+        if self.cycle.drafter is None or not self.cycle.width:
+            return [0] * len(rows)
+        width = self.policy.width(len(rows))
+        most = [max(min(width, row.sequence.remaining - 2), 0) for row in rows]  # a step commits one token at least
+        if not any(most):
+            return most
+        for row in rows:
+            row.sequence.history.forget_draft()
+        return self._choose(rows, most, len(rows))
+
+    def _choose(self, rows: list[PlanRow], most: list[int], positions: int) -> list[int]:
+        survival = Policy.survival([row.sequence.history for row in rows], most)
+        number = range(sum(map(len, survival)) + 1)
+        keys = [Key(EXACT, len(rows), positions + n, 0) for n in number]
+        offers = Offers([max(most)] * len(keys), number, self.runner.cost(keys, context_of(rows)))
+        return self.policy.choose(offers, survival, most).drafts
+
+    def keys(self, classes: Sequence[Features]) -> list[Key]:
+        return []
+
+    def largest(self) -> list[Key]:
+        return []
+
+
+class PromptSizes(NamedTuple):
+    """The shapes that launches of prompts are padded to, both ascending."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    def fit(self, tokens: int, rows: int) -> tuple[int, int]:
+        """The smallest that holds so many."""
+        return next(n for n in self.tokens if n >= tokens), next(n for n in self.rows if n >= rows)
+
+
+def prompt_sizes(budget: int, most: int) -> PromptSizes:
+    """For launches of up to `budget` tokens of up to `most` prompts: powers of two with one size between each two of them, so
+    that padding stays below half of what is computed."""
+    powers = [1 << i for i in range(5, max(budget, 1).bit_length())]
+    usual = sorted([*powers, *(n * 3 // 2 for n in powers if n >= 128)])
+    return PromptSizes((*(n for n in usual if n < budget), budget), tuple(sorted({min(8, most), most})))
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """The captured batch sizes of decode launches, dense enough to limit padding."""
+    usual = [n for n in (1, 2, *range(4, 32, 4), *range(32, most, 16)) if n < most]
+    return (*usual, most)
+
+
+def step_widths(k: int) -> tuple[int, ...]:
+    """The captured numbers of drafts of a row: none, k, and halves of it down to 4."""
+    found = [k]
+    while found[-1] >= 8:
+        found.append(found[-1] // 2)
+    return (*((0,) if k else ()), *found[::-1])
+
+
+def shared_drafts(rows: int, width: int) -> tuple[int, ...]:
+    """How many drafts all rows together may have in launches smaller than rows * (width + 1) tokens: up to where one more
+    token begins another tile of the products (kernels/cuda_cuts.py), and from the second tile on twice as many each time."""
+    return tuple(tokens - rows for tokens in (16, 64, 128, 256, 512) if rows < tokens < rows * (width + 1))
+
+
+class Decoding(NamedTuple):
+    """Rows that decode, padded to a captured batch size, with the shapes that their launch may have: `offers` without sampling,
+    `launches` with it."""
+
+    rows: list[PlanRow]
+    slot: list[int]
+    k: list[int]
+    histories: list[AcceptanceHistory]
+    launches: list[Key]
+    offers: list[Key]
+    widths: list[int]
+    drafts: list[int]
+
+
+class PaddedLayout(Common):
+    """sizes: captured batch sizes; prompt_sizes: what prompts are padded to, None: not at all."""
+
+    def __init__(
+        self, cycle: Cycle, policy: Policy, runner: Runner, most: int, longest: int, prompt_sizes: PromptSizes | None = None
+    ) -> None:
+        """most: rows of a step at most; longest: tokens of a sequence."""
+        super().__init__(cycle, policy, runner)
+        self.sizes, self.prompt_sizes, self._longest = batch_sizes(most), prompt_sizes, longest
+        self.widths = step_widths(cycle.width)
+        self._decoding: Decoding | None = None
+
+    def restart(self) -> None:
+        super().restart()
+        self._decoding = None
+
+    def arrange(self, rows: list[PlanRow]) -> list[Launch]:
+        decoding = [row for row in rows if row.pending == 1 and row.samples]
+        launches = [self._decode(decoding)] if decoding else []
+        if len(decoding) < len(rows):
+            launches.append(self._prompts([row for row in rows if row.pending != 1 or not row.samples]))
+        return launches
+
+    def _decode(self, rows: list[PlanRow]) -> Launch:
+        d = self._decoding
+        if d is None or rows != d.rows:
+            d = self._decoding = self._line_up(rows)
+        offer, k = 0, d.k
+        if len(d.offers) > 1:
+            most = d.k[: len(rows)]
+            survival = Policy.survival(d.histories, most)  # what is known of the rows is a step old
+            seconds = self.runner.cost(d.offers, context_of(rows))
+            offer, drafts = self.policy.choose(Offers(d.widths, d.drafts, seconds), survival, most)
+            k = drafts + d.k[len(rows) :]
+        return Launch(d.launches[offer], [d.slot, k], rows)
+
+    def _line_up(self, rows: list[PlanRow]) -> Decoding:
+        """Done once as long as the same rows come again: until one is admitted, ends or comes near its limit."""
+        padded = next(n for n in self.sizes if n >= len(rows))
+        padding = padded - len(rows)
+        slot = [row.sequence.slot for row in rows] + [self.cycle.state.dummy] * padding
+        k = [row.k for row in rows] + [0] * padding
+        enough = next(i for i, width in enumerate(self.widths) if width >= max(k))
+        offers = [decode_key(padded, width) for width in self.widths[: enough + 1]]
+        limits = [-1] * len(offers)
+        if enough:
+            limits += self.shared(padded)
+            offers += [decode_key(padded, self.widths[-1], drafts) for drafts in self.shared(padded)]
+        widths = [key.width for key in offers]
+        histories = [row.sequence.history for row in rows]
+        asked = self.asked(rows)
+        launches = [Key(*key[:4], *asked) for key in offers]
+        return Decoding(rows, slot, k, histories, launches, offers, widths, limits)
+
+    def shared(self, rows: int) -> tuple[int, ...]:
+        """What launches of so many rows may draft together, where that is less than the width for each."""
+        return () if self.cycle.drawn else shared_drafts(rows, self.cycle.width)
+
+    def _prompts(self, rows: list[PlanRow]) -> Launch:
+        """Parts of prompts. Those that end come first, since the report is about them."""
+        ended = [row for row in rows if row.samples]
+        rows = ended + [row for row in rows if not row.samples]
+        tokens, padded = sum(row.pending for row in rows), len(rows)
+        if self.prompt_sizes is not None:
+            tokens, padded = self.prompt_sizes.fit(tokens, padded)
+        nothing = [0] * (padded - len(rows))
+        given = [
+            [row.sequence.slot for row in rows] + [self.cycle.state.dummy] * len(nothing),
+            [row.sequence.computed for row in rows] + nothing,
+            [row.pending for row in rows] + nothing,
+            [int(row.samples) for row in rows] + nothing,
+        ]
+        return Launch(Key(PROMPT, padded, tokens, 0, *self.asked(ended)), given, ended)
+
+    def keys(self, classes: Sequence[Features]) -> list[Key]:
+        """Launches of prompts first, the largest of each kind first, in whose memory the others then fit."""
+        found = []
+        for features in classes:
+            bare = self._prompt_keys()
+            for rows in self.sizes[::-1]:
+                bare += [decode_key(rows, width) for width in self.widths[::-1]]
+                bare += [decode_key(rows, self.widths[-1], drafts) for drafts in self.shared(rows)]
+            found += [key._replace(features=features) for key in bare]
+        return found
+
+    def largest(self) -> list[Key]:
+        return [decode_key(self.sizes[-1], self.widths[-1]), *self._prompt_keys()[:1]]
+
+    def _prompt_keys(self) -> list[Key]:
+        given = self.prompt_sizes or PromptSizes((), ())
+        return [
+            Key(PROMPT, rows, tokens, 0)
+            for rows in given.rows
+            for before, tokens in zip((0, *given.tokens), given.tokens, strict=False)
+            if before < rows * self._longest
+        ][::-1]

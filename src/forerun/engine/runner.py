@@ -1,0 +1,189 @@
+"""How launches of a cycle are run: one operation after the other (Eager), or as CUDA graphs that are captured once for each
+key and replayed with the slots of the moment (Graphs). Knows nothing of what a launch does; engine/cycle.py does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from math import nan
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.device import send_integers
+from forerun.engine.costs import Costs
+from forerun.engine.cycle import PROMPT, Cycle, Key, Report
+
+UNCAPTURED = 16  # times that a rare launch is run operation by operation before it is worth the time that capturing takes
+CONTEXTS = (512, 4096)  # tokens of a sequence at which decode launches are timed
+
+
+class Runner(Protocol):
+    """capturing: seconds and bytes that it has taken, None where nothing is captured."""
+
+    @property
+    def capturing(self) -> tuple[float, int] | None: ...
+
+    def run(self, key: Key, given: Sequence[list[int]]) -> Report:
+        """Run a launch; given: as the key's layout asks. A later launch may overwrite what it returns: copy it before that."""
+
+    def cost(self, keys: Sequence[Key], context: float) -> list[float]:
+        """Seconds of these launches, whose keys say nothing of sampling, NaN if not known; context: tokens of a row on
+        average."""
+
+    def warm_up(self, keys: Iterable[Key], whole: bool = True) -> None:
+        """Before the first request: make these launches ready, and time them. whole: these are all that are common."""
+
+
+class Eager:
+    """measure: measures what steps cost, None: that is not asked for."""
+
+    capturing = None
+
+    def __init__(self, cycle: Cycle, measure: Callable[[], Costs] | None) -> None:
+        self.cycle = cycle
+        self.costs: Costs | None = None
+        self._measure, self._device = measure, cycle.state.length.device
+
+    def run(self, key: Key, given: Sequence[list[int]]) -> Report:
+        return self.cycle.run(key, send_integers(given, self._device))
+
+    def cost(self, keys: Sequence[Key], context: float) -> list[float]:
+        if self.costs is None:
+            return [nan] * len(keys)
+        return self.costs(np.array([key.tokens for key in keys]), keys[0].rows, context).tolist()
+
+    def warm_up(self, keys: Iterable[Key], whole: bool = True) -> None:
+        if whole and self._measure is not None:
+            self.costs = self._measure()
+
+
+class Graphs:
+    """costs: by the key without its sampling, seconds of a greedy replay, the context it was timed at, and what each token of
+    context adds."""
+
+    def __init__(self, cycle: Cycle) -> None:
+        self.cycle = cycle
+        self.device = cycle.state.length.device
+        self.seconds, self.bytes = 0.0, 0
+        self.costs: dict[Key, tuple[float, int, float]] = {}
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Report]] = {}
+        self._inputs: dict[tuple[int, int], Tensor] = {}  # (what is given of a row, rows) -> all of it, [2 or 4,B]
+        self._now: dict[tuple[int, int], Sequence[list[int]]] = {}  # what these hold
+        self._shared: tuple[Any, torch.cuda.Stream] | None = None  # the graphs' memory pool, the stream they are recorded on
+        self._tables = cycle.sampling.grown
+        self._uses: dict[Key, int] = {}  # of launches that are not captured
+        self._warm = False  # what is common is captured: from now on requests wait only for captures that pay
+
+    @property
+    def capturing(self) -> tuple[float, int]:
+        return self.seconds, self.bytes
+
+    def run(self, key: Key, given: Sequence[list[int]]) -> Report:
+        if self._tables != self.cycle.sampling.grown:  # graphs that hold older tables of bans and biases are stale
+            self._graphs = {key: graph for key, graph in self._graphs.items() if not key.features.shaped}
+            self._tables = self.cycle.sampling.grown
+        if key not in self._graphs:
+            self._uses[key] = self._uses.get(key, 0) + 1
+            if self._warm and self._uses[key] <= UNCAPTURED:
+                return self.cycle.run(key, send_integers(given, self.device))
+            self.capture(key)
+        shape = (len(given), key.rows)
+        if self._now.get(shape) != given:
+            self._now.pop(shape, None)
+            self._inputs[shape].copy_(send_integers(given, self.device))
+            self._now[shape] = given
+        graph, report = self._graphs[key]
+        graph.replay()
+        return report
+
+    def warm_up(self, keys: Iterable[Key], whole: bool = True) -> None:
+        for key in keys:
+            self.capture(key)
+        self._warm = whole
+
+    @torch.inference_mode()
+    def capture(self, key: Key) -> None:
+        """Make the graph of a launch of padding rows."""
+        shape = (4 if key.layout == PROMPT else 2, key.rows)
+        if shape not in self._inputs:
+            self._inputs[shape] = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        inputs = self._inputs[shape]
+        inputs.zero_()
+        inputs[0].fill_(self.cycle.state.dummy)
+        self._now.pop(shape, None)
+        self._graphs[key] = self._record(lambda: self.cycle.run(key, inputs))
+        bare = Key(*key[:4])
+        if key.layout != PROMPT and bare not in self.costs:
+            start = time.perf_counter()
+            self.costs[bare] = self._cost(self._graphs[key][0])
+            self.seconds += time.perf_counter() - start
+
+    def _record(self, work: Callable[[], Report]) -> tuple[torch.cuda.CUDAGraph, Report]:
+        """Do the work once, for the dummy slot, so that everything it needs is compiled and there, then record it."""
+        start = time.perf_counter()
+        if self._shared is None:  # one for all graphs: the vendor's products keep a workspace for each stream
+            self._shared = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device))
+        pool, stream = self._shared
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.stream(stream):
+            work()
+        stream.synchronize()
+        torch.cuda.empty_cache()  # of what that took, so that what the graph takes can be seen
+        free = torch.cuda.mem_get_info(self.device)[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            report = work()
+        torch.cuda.synchronize(self.device)
+        self.seconds += time.perf_counter() - start
+        self.bytes += free - torch.cuda.mem_get_info(self.device)[0]
+        return graph, report
+
+    def cost(self, keys: Sequence[Key], context: float) -> list[float]:
+        found = []
+        for key in keys:
+            seconds, at, slope = self.costs.get(key, (nan, 0, 0.0))
+            found.append(seconds + slope * (context - at))
+        return found
+
+    def _cost(self, graph: torch.cuda.CUDAGraph) -> tuple[float, int, float]:
+        """Seconds of a replay at the first of CONTEXTS, that context, and what each token more of a row adds."""
+        longest = self.cycle.state.tokens.shape[1] // 2
+        near, far = (min(context, longest) for context in CONTEXTS)
+        seconds = self._at_context(graph, near)
+        return seconds, near, max(self._at_context(graph, far) - seconds, 0.0) / (far - near) if far > near else 0.0
+
+    def _at_context(self, graph: torch.cuda.CUDAGraph, context: int) -> float:
+        """Meanwhile the dummy slot is a sequence so long, for all rows at once: it reads whatever pages there are, and writes
+        behind them, into page 0 (a drafter with a cache of its own begins one position earlier)."""
+        state, kv, dummy = self.cycle.state, self.cycle.kv, self.cycle.state.dummy
+        whole = context // kv.block_size  # pages
+        some = torch.arange(max(whole - 1, 0), dtype=torch.int32, device=self.device) % max(kv.pages - 1, 1)
+        state.block_table[dummy, : len(some)] = 1 + some
+        state.length[dummy] = whole * kv.block_size + 1
+        state.limit[dummy] = state.tokens.shape[1] - state.draft.shape[1] - 1
+        state.active[dummy] = True
+        try:
+            return self._time(graph)
+        finally:
+            state.active[dummy] = False
+            state.draft_size[dummy] = 0
+            state.length[dummy] = 1
+            state.block_table[dummy] = 0
+
+    @staticmethod
+    def _time(graph: torch.cuda.CUDAGraph) -> float:
+        """Seconds of a replay, the best of a few."""
+        best = float("inf")
+        for _ in range(4):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(3):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) / 3000)
+        return best

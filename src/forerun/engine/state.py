@@ -1,0 +1,130 @@
+"""The device's tables: one row (slot) for each live sequence, and a last one, the dummy slot, for padding rows. Every change of
+who has a slot goes through `apply`. What the numbers mean for a step is decided in cycle.py and scheduler.py.
+
+    tokens[slot]:  | prompt ............ | output ....... x | drafts of this step | stale ... |
+                   0                                 length-1  length                         L
+    x, the last committed token, has no keys and values yet: a decode step computes them with those of the drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.device import send
+from forerun.kernels import Batch
+from forerun.types import Request
+
+STOP_IDS = 16  # stop tokens of a request that the device looks for; the host looks for any others
+
+
+class Admission(NamedTuple):
+    """A request that takes a slot. ids: its committed tokens, more than its prompt if it resumes."""
+
+    ids: list[int]
+    request: Request
+
+
+class RowState:
+    """tokens: [S,L] int64; length: [S] int64, committed tokens; block_table: [S,P] int32; limit: [S] int64, the length at
+    which a row ends; stop_ids: [S,E] int64, padded with -1; active: [S] bool, whether a row commits; its next draft: draft
+    [S,K] int64, draft_size [S] int64, draft_probs [S,K,V] float32 or None."""
+
+    def __init__(
+        self, slots: int, positions: int, pages: int, device: torch.device, width: int = 0, vocab: int | None = None
+    ) -> None:
+        """positions: L; width: K; vocab: V, given if drafts come with the distributions that they were drawn from."""
+        whole = torch.int64
+        self.tokens = torch.zeros(slots, positions, dtype=whole, device=device)
+        self.length = torch.ones(slots, dtype=whole, device=device)  # never 0: a slot's last token can be read
+        self.block_table = torch.zeros(slots, pages, dtype=torch.int32, device=device)
+        self.limit = torch.zeros(slots, dtype=whole, device=device)
+        self.stop_ids = torch.full((slots, STOP_IDS), -1, dtype=whole, device=device)
+        self.active = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.draft = torch.zeros(slots, width, dtype=whole, device=device)
+        self.draft_size = torch.zeros(slots, dtype=whole, device=device)
+        self.draft_probs = None if vocab is None else torch.zeros(slots, width, vocab, device=device)
+        self.dummy = slots - 1
+
+    def apply(self, changes: Mapping[int, Admission | None]) -> None:
+        """Admissions and releases (None), by slot, in one transfer. An admitted row has no pages and no draft yet."""
+        admitted = {slot: one for slot, one in changes.items() if one is not None}
+        released = [slot for slot in changes if slot not in admitted]
+        requests = [one.request for one in admitted.values()]
+        stops = [([*one.stop_ids] + [-1] * STOP_IDS)[:STOP_IDS] for one in requests]
+        width = self.tokens.shape[1]
+        parts = [
+            np.array(released, dtype=np.int64),
+            np.array(list(admitted), dtype=np.int64),
+            np.array([len(one.ids) for one in admitted.values()], dtype=np.int64),
+            np.array([len(one.prompt_ids) + one.max_tokens for one in requests], dtype=np.int64),
+            np.array(stops, dtype=np.int64).ravel(),
+            *(slot * width + np.arange(len(one.ids)) for slot, one in admitted.items()),
+            *(np.array(one.ids, dtype=np.int64) for one in admitted.values()),
+        ]
+        total = sum(len(one.ids) for one in admitted.values())
+        sizes = [*(len(part) for part in parts[:5]), total, total]
+        left, slot, length, limit, stop_ids, at, ids = send(np.concatenate(parts), self.length.device).split(sizes)
+        if released:
+            self.active.index_fill_(0, left, False)
+        if admitted:
+            self.tokens.view(-1).index_copy_(0, at, ids)
+            self.length.index_copy_(0, slot, length)
+            self.block_table.index_fill_(0, slot, 0)
+            self.limit.index_copy_(0, slot, limit)
+            self.stop_ids.index_copy_(0, slot, stop_ids.view(-1, STOP_IDS))
+            self.draft_size.index_fill_(0, slot, 0)
+            self.active.index_fill_(0, slot, True)
+
+    def set(self, slot: int, ids: tuple[int, ...] | list[int]) -> None:
+        """Give the slot these committed tokens, and nothing else."""
+        self.tokens[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        self.length[slot] = len(ids)
+
+    def map_pages(self, new: list[tuple[int, int, int]]) -> None:
+        """Write pages into block tables: (slot, index in its table, page) each."""
+        if new:
+            slot, at, page = send(np.array(new, dtype=np.int64).T.copy(), self.tokens.device)
+            self.block_table[slot, at] = page.int()
+
+    def catch_up(self, slot: int, ids: list[int]) -> None:
+        """Make these the slot's committed tokens; those that it knows are a beginning of them. For a state on the CPU."""
+        known = int(self.length[slot])
+        if known < len(ids):
+            self.tokens[slot, known : len(ids)] = torch.tensor(ids[known:], dtype=torch.int64)
+        if known != len(ids):
+            self.length[slot] = len(ids)
+
+    def history(self, slot: int) -> np.ndarray:
+        """The committed tokens of a slot, [length] int64, without a copy. For a state on the CPU."""
+        return self.tokens.numpy()[slot, : int(self.length[slot])]
+
+    def batch(self, slot: np.ndarray, begin: np.ndarray, count: np.ndarray, logits_at: np.ndarray) -> Batch:
+        """A forward pass over the tokens begin .. begin + count - 1 of each of these slots ([R] each, on the host), laid
+        end to end without padding, with logits wanted at these [N] of the flat tokens."""
+        device = self.tokens.device
+        row_start = np.concatenate(([0], np.cumsum(count)))
+        row = np.repeat(np.arange(len(slot)), count)  # [T]
+        position = np.arange(row_start[-1]) - row_start[row] + begin[row]  # [T]
+        slots, positions = torch.from_numpy(slot).to(device), torch.from_numpy(position).to(device)
+        return Batch(
+            ids=self.tokens[torch.from_numpy(slot[row]).to(device), positions],
+            positions=positions,
+            row_start=torch.from_numpy(row_start.astype(np.int32)).to(device),
+            block_table=self.block_table[slots],
+            logits_at=torch.from_numpy(logits_at).to(device),
+        )
+
+    def write_drafts(self, slot: Tensor, drafts: Tensor) -> None:
+        """Lay drafts [B,K] behind the committed tokens of the slots [B]."""
+        at = self.length[slot][:, None] + torch.arange(drafts.shape[1], device=drafts.device)  # [B,K]
+        self.tokens[slot[:, None], at] = drafts
+
+    def commit(self, slot: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """Append tokens [B,K+1], of each row the first count [B]. Past them stale ids may lie, but no BROKEN (-1)."""
+        self.write_drafts(slot, tokens.clamp(min=0))
+        self.length[slot] += count
