@@ -207,7 +207,7 @@ def test_decode_attention(run: CudaKernels, width: int, shape: AttentionShape, c
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("context", [100, 512])
 def test_decode_attention_of_rows_of_several_lengths(run: CudaKernels, shape: AttentionShape, context: int) -> None:
-    """Padding behind the last row is nobody's: what is there reaches neither the pages nor the others."""
+    """Padding behind the last row is NaN: it reaches neither the pages nor the results of the rows."""
     firsts = (0, 63, 90, 40) if context == 100 else (0, 125, 300, 127)
     rows = list(zip(firsts, (1, 5, 2, 9), strict=True))
     check_attention(run.bounded(9, context, ragged=True), rows, shape, norms=shape.head_dim == 32)
@@ -253,8 +253,8 @@ def test_prefill_attention_of_ragged_rows(run: CudaKernels, shape: AttentionShap
 
 @pytest.mark.parametrize(("padding", "empty"), [(3, ()), (0, (0, 0)), (40, (1, 2)), (5, (4, 4, 4, 4))])
 def test_prefill_attention_with_empty_rows_and_padding(run: CudaKernels, padding: int, empty: tuple[int, ...]) -> None:
-    """The padding is full of NaN, which must reach no row and no page; page 0 is what the empty rows' tables name. empty: the
-    rows that an empty one stands in front of."""
+    """The padding is NaN, which must reach no row and no page. The block tables of empty rows are page 0. empty: the rows
+    before which an empty row is put."""
     shape = AttentionShape(4, 2, 32, 0, EPS)
     exact, (keys, values) = paged([(0, 70), (37, 1), (60, 20), (0, 1)], shape, 8)
     total = len(exact.positions)
@@ -295,8 +295,8 @@ def test_attention_of_nothing_but_padding(run: CudaKernels) -> None:
 
 
 def test_hidden_states_of_every_layer_in_a_step_that_is_captured(run: CudaKernels) -> None:
-    """A prompt, then a verify step of two rows, whose states must not depend on their being asked for. On a GPU the step is
-    captured, which a wait for the device would end, and replayed on other tokens."""
+    """A prompt, then a verify step of two rows. Logits do not depend on whether states are returned. On a GPU the step is
+    captured, which fails if anything waits for the device, and replayed on other tokens."""
     config = ModelConfig(
         vocab_size=50, hidden_size=64, intermediate_size=96, layers=3, heads=2, kv_heads=1, head_dim=32, max_positions=64
     )

@@ -38,8 +38,8 @@ def test_noise_bit_for_bit(purpose: int) -> None:
 
 def shares(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """softmax(logits / temperature) as verify/sampling.py takes it."""
-    heat = temperature.float()[:, None]
-    return ((logits - logits.amax(-1, keepdim=True)) / heat).softmax(-1)
+    divisor = temperature.float()[:, None]
+    return ((logits - logits.amax(-1, keepdim=True)) / divisor).softmax(-1)
 
 
 @pytest.mark.parametrize(("vocab", "block"), [(1000, 2048), (1000, 128), (512, 64)])
@@ -64,7 +64,7 @@ def test_draws_agree_with_the_twin(monkeypatch, vocab: int, block: int) -> None:
     assert torch.equal(got[alone], sampling.draw_tempered(logits[alone], temperature[alone], u[alone]))  # in any batch
 
 
-def test_greedy_rows_beside_sampled_ones() -> None:
+def test_greedy_and_sampled_rows_in_one_batch() -> None:
     logits = torch.zeros(6, 5000, device=DEVICE)
     logits[1, [2100, 4999]] = 2
     logits[2] = -torch.inf
@@ -128,8 +128,8 @@ def test_floors_without_sorting(monkeypatch, kind: str) -> None:
     temperature, min_p, top_k, top_p = (column(*values) for values in zip(*SETTINGS, strict=True))
     by = Filters(temperature, min_p, top_k.long(), top_p)
     got = sampling.floors(logits, by)
-    heat = torch.where(temperature > 0, temperature, 1.0)
-    given = (x[:, None] for x in (heat, min_p, top_k.long(), top_p))
+    divisor = torch.where(temperature > 0, temperature, 1.0)
+    given = (x[:, None] for x in (divisor, min_p, top_k.long(), top_p))
     want = filters.thresholds(logits, *given, widest_k=vocab, nucleus=True, unbounded=True)
     want = torch.where(temperature[:, None] > 0, want, -torch.inf)
     kept, wanted = logits >= got[:, None], logits >= want

@@ -1,5 +1,5 @@
-"""Room for another kind of matrix than the dense one: a small block-quantised kind that only these tests have goes through
-loading, the reference kernels and a whole target. And what memory weights take."""
+"""A second kind of matrix, block-quantised and defined only here, goes through loading, the reference kernels and a whole target.
+And the memory that weights take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 32
 
 
 class Int8Blocks(Matrix):
-    """Whole numbers of 8 bits, with a scale for each block of 32 along a row."""
+    """8-bit integers with a float32 scale for each block of 32 along a row."""
 
     kind = "int8 blocks"
 
@@ -52,14 +52,14 @@ class Int8Blocks(Matrix):
 
 
 def quantised(values: Tensor) -> dict[str, Tensor]:
-    """What Int8Blocks stores of [rows, columns] float32."""
+    """The tensors of Int8Blocks for values [rows, columns] float32."""
     blocks = values.unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1) / 127
     return {"weight": (blocks / scales[..., None]).round().to(torch.int8).flatten(-2), "scales": scales}
 
 
 def fill(config: ModelConfig, dtype: torch.dtype) -> Weights:
-    """Quantised weights, filled part by part under a checkpoint's names, as loading does it."""
+    """Quantised weights, filled part by part by the names of a checkpoint, as loading does."""
     weights, given = loading.empty(config, dtype, "cpu", Int8Blocks), random_tensors(config)
     for name, out in loading.parts(config, weights):
         stem, _, last = name.rpartition(".")
@@ -69,7 +69,7 @@ def fill(config: ModelConfig, dtype: torch.dtype) -> Weights:
 
 
 def expanded(weights: Weights) -> Weights:
-    """The same in dense matrices."""
+    """The same weights in dense matrices."""
 
     def dense(layer: Layer) -> Layer:
         qkv, out, gate_up, down = (Dense(matrix.dense()) for matrix in layer.matrices())
@@ -113,7 +113,7 @@ def test_a_target_of_another_kind_gives_the_logits_of_its_dense_twin(config: Mod
 
 
 def test_quantised_weights_are_near_those_they_come_from(config: ModelConfig) -> None:
-    """So what the twins agree on is the model's."""
+    """So the logits on which the twins agree are those of the model, up to quantisation."""
     weights, plain = fill(config, torch.float32), loading.empty(config, torch.float32, "cpu")
     given = random_tensors(config)
     for name, out in loading.parts(config, plain):

@@ -1,10 +1,10 @@
-"""The CUDA kernels by themselves: checked against their torch twins, then timed in synthetic decode steps of three models'
-shapes (random weights, every layer its own) captured in CUDA graphs, beside the same step with the vendor's products.
+"""The CUDA kernels alone: checked against their torch twins, then timed in synthetic decode steps of three models' shapes
+(random weights, different ones in each layer) in CUDA graphs, and compared with the same steps on cuBLAS products.
 
     PYTHONPATH=src python3 benchmarks/gpu/kernels.py [--sweep] [--out FOLDER]
 
---sweep first times every cut of every product and of attention, and runs the steps with the fastest of each; its result is
-what kernels/cuda_cuts.py holds. Needs one GPU of compute capability 9.0 or later; the records go to FOLDER.
+--sweep first times every tile configuration of every product and of attention, and runs the steps with the fastest; the tables
+of kernels/cuda_cuts.py are its result. Needs one GPU of compute capability 9.0 or later; the records go to FOLDER.
 """
 
 # ruff: noqa: B023  (the functions made in loops are captured and dropped before the loop goes on)
