@@ -1,5 +1,5 @@
-"""A second kind of matrix, block-quantised and defined only here, goes through loading, the reference kernels and a whole target.
-And the memory that weights take."""
+"""A second kind of matrix, block-quantised and defined only here, goes through loading, the reference kernels and a whole
+target. And the memory that weights take."""
 
 from __future__ import annotations
 
