@@ -9,7 +9,7 @@ from forerun.config import BUDGET, EngineConfig, Speculation
 from forerun.drafters import Drafter
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.ngram import DeviceNgram, Ngram
-from forerun.drafters.prediction import DevicePrediction, Prediction
+from forerun.drafters.prediction import Prediction
 from forerun.drafters.suffix import Suffix
 from forerun.engine.state import RowState
 from forerun.models.decoder import KVCache, Target
@@ -36,10 +36,6 @@ def _ngram(s: Speculation, c: DrafterContext) -> Drafter:
     return DeviceNgram(c.state, s, c.vocab) if c.padded else Ngram(c.state, s, c.vocab)
 
 
-def _prediction(s: Speculation, c: DrafterContext) -> Drafter:
-    return DevicePrediction(c.state, s, c.vocab) if c.padded else Prediction(c.state, s, c.vocab)
-
-
 def _draft_model(s: Speculation, c: DrafterContext) -> Drafter:
     if c.model is None:
         raise SettingError("model", s.model, "the drafter's weights were not loaded")
@@ -63,6 +59,6 @@ TABLE: dict[str, Callable[[Speculation, DrafterContext], Drafter]] = {
     "ngram": _ngram,
     "ngram_gpu": lambda s, c: DeviceNgram(c.state, s, c.vocab),
     "suffix": lambda s, c: Suffix(c.mirror, s, c.vocab),
-    "prediction": _prediction,
+    "prediction": lambda s, c: Prediction(c.state, s, c.vocab, c.padded),
     "draft_model": _draft_model,
 }
