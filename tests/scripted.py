@@ -15,7 +15,7 @@ from forerun.bench import run as runner
 from forerun.bench.engines.arms import BASELINE, CONTROL, Arm
 from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, TokenLogprob
 from forerun.bench.engines.subject import Subject, random_ids
-from forerun.bench.load.plan import Plan, Step
+from forerun.bench.load.plan import Plan, PlannedBatch
 from forerun.bench.records.record import Batch, Counts, Facts, Load, Record, ServerCounters, Times
 from forerun.bench.workloads import tasks as workloads
 from forerun.engine.stats import DraftStats
@@ -142,11 +142,11 @@ class Quiet:
     def __init__(self, stop_at: int = -1, stop: type[BaseException] = asyncio.CancelledError) -> None:
         self.seen: list[tuple[str, str, int, bool]] = []
         self.batches: list[Batch] = []
-        self.total: list[Step] = []
-        self.left: list[tuple[Step, str]] = []
+        self.total: list[PlannedBatch] = []
+        self.left: list[tuple[PlannedBatch, str]] = []
         self.stop_at, self.stop = stop_at, stop
 
-    def planned(self, steps: Sequence[Step]) -> None:
+    def planned(self, steps: Sequence[PlannedBatch]) -> None:
         self.total = list(steps)
 
     def doing(self, what: str) -> None:
@@ -160,7 +160,7 @@ class Quiet:
     def ended(self, batch: Batch) -> None:
         self.batches.append(batch)
 
-    def left_out(self, step: Step, why: str) -> None:
+    def left_out(self, step: PlannedBatch, why: str) -> None:
         self.left.append((step, why))
 
 

@@ -17,7 +17,7 @@ from forerun.bench import command
 from forerun.bench.formats import duration
 from forerun.bench.load import budget
 from forerun.bench.load.budget import Failed, Pace
-from forerun.bench.load.plan import Plan, Step, steps_of
+from forerun.bench.load.plan import Plan, PlannedBatch, batches_of
 from forerun.bench.pages.progress import EVERY_S, Course, Lines
 from forerun.bench.records import record
 from forerun.bench.records.record import Batch, Load
@@ -182,7 +182,7 @@ class Time:
         return self.now
 
 
-def batch(step: Step, arm: str = "a", wall_s: float = 2.0) -> Batch:
+def batch(step: PlannedBatch, arm: str = "a", wall_s: float = 2.0) -> Batch:
     from tests.records import Way, answer
 
     return Batch(step.task.name, arm, step.round_ - 1, 0, step.warmup, wall_s, (answer(Way(), "copy", 0, 20),), None)  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def test_the_time_that_is_left_follows_from_what_was_measured() -> None:
     course.doing("starting baseline")
     assert lines[-1] == "starting baseline" and course.left_s is None
     course.seconds_of = lambda step: 1.0 if step.warmup else 10.0
-    steps = list(steps_of(dataclasses.replace(DEMO, repetitions=1), 2, True))
+    steps = list(batches_of(dataclasses.replace(DEMO, repetitions=1), 2, True))
     course.planned(steps)
     assert course.left_s == pytest.approx(4 * 2 * 11) and "16 batches" in lines[-1]
     for number, step in enumerate(steps[:6]):
@@ -213,7 +213,7 @@ def test_something_is_said_every_ten_seconds_and_not_more_often() -> None:
     time, said = Time(), []  # type: ignore[var-annotated]
     lines = Lines(lambda line: said.append((time.now, line)), time)
     course = Course(lines.show, time)
-    steps = list(steps_of(DEMO, 2, True))
+    steps = list(batches_of(DEMO, 2, True))
     course.planned(steps)
     for step in steps:
         course.began(step.task.name, "a", step.round_ - 1, step.warmup)

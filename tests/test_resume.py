@@ -22,7 +22,7 @@ from forerun import cli
 from forerun.bench import run
 from forerun.bench.engines.arms import BASELINE
 from forerun.bench.engines.endpoint import Ask, RequestFailed
-from forerun.bench.load.plan import Step, missing, steps_of
+from forerun.bench.load.plan import PlannedBatch, batches_of, missing
 from forerun.bench.pages import junit, words
 from forerun.bench.records import record, redaction, summary, thresholds
 from forerun.bench.records.keeping import Keeper
@@ -99,7 +99,7 @@ def test_a_run_can_be_resumed_again_and_again() -> None:
 def test_only_what_is_missing_is_measured_behind_its_own_warmups() -> None:
     bench = small({"fast": FAST}, repetitions=4, warmups=2)
     for together in (True, False):
-        steps = list(steps_of(bench.plan, 2, together))
+        steps = list(batches_of(bench.plan, 2, together))
         draw = random.Random(7)
         for _ in range(50):
             done = {(s.task.name, s.load, s.round_, s.side) for s in steps if not s.warmup and draw.random() < draw.random()}
@@ -108,7 +108,7 @@ def test_only_what_is_missing_is_measured_behind_its_own_warmups() -> None:
             every = {(s.task.name, s.load, s.round_, s.side) for s in steps if not s.warmup}
             assert kept == every - done and not kept & done
 
-            def group(step: Step) -> tuple[Any, ...]:
+            def group(step: PlannedBatch) -> tuple[Any, ...]:
                 return step.visit, step.task.name, step.side
 
             warm = [group(s) for s in left if s.warmup]
@@ -510,7 +510,7 @@ def test_a_fault_of_our_own_loses_nothing(model: str, tmp_path: Path, monkeypatc
     calls = 0
     restart = run._Run._restart_if_dead
 
-    async def later(self: Any, step: Step, batch: Batch) -> None:
+    async def later(self: Any, step: PlannedBatch, batch: Batch) -> None:
         nonlocal calls
         calls += 1
         if calls == 5:

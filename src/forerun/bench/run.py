@@ -23,7 +23,7 @@ from forerun.bench.engines.subject import Subject, asks_of, names
 from forerun.bench.load import equality
 from forerun.bench.load import sending as loads
 from forerun.bench.load.patience import Patience
-from forerun.bench.load.plan import Plan, Step, arrivals_of, missing, steps_of
+from forerun.bench.load.plan import Plan, PlannedBatch, arrivals_of, batches_of, missing
 from forerun.bench.records import machine
 from forerun.bench.records.record import (
     NOT_COUNTED,
@@ -53,7 +53,7 @@ RESTARTS = 3  # how often a side that died is started again
 class Watcher(Protocol):
     """Follows the progress of a run."""
 
-    def planned(self, steps: Sequence[Step]) -> None:
+    def planned(self, batches: Sequence[PlannedBatch]) -> None:
         """These batches will be measured."""
 
     def doing(self, what: str) -> None:
@@ -65,7 +65,7 @@ class Watcher(Protocol):
     def ended(self, batch: Batch) -> None:
         """The batch was measured."""
 
-    def left_out(self, step: Step, why: str) -> None:
+    def left_out(self, planned: PlannedBatch, why: str) -> None:
         """This batch will not be measured."""
 
 
@@ -91,7 +91,7 @@ async def measure(
     run = _Run(plan, subject, watcher, earlier, clock)
     finished, ended = False, False
     try:
-        await run.batches_of(keep)
+        await run.measure_missing(keep)
         await run.compare()
         finished = ended = True
     except asyncio.CancelledError:
@@ -131,7 +131,7 @@ class _Run:
         """Whether anything was measured since the run began or was resumed."""
         return len(self.batches) > self.known
 
-    async def batches_of(self, keep: Callable[[Record], None]) -> None:
+    async def measure_missing(self, keep: Callable[[Record], None]) -> None:
         """Measure the batches that the record does not have."""
         index = {name: i for i, name in enumerate(self.names)}
         done = {
@@ -139,29 +139,29 @@ class _Run:
             for b in self.batches
             if not b.warmup and b.arm in index
         }
-        steps = missing(steps_of(self.plan, len(self.names), self.subject.together), done)
-        self.watcher.planned(steps)
-        if self.earlier is not None and steps:
-            self._note_resumed(steps)
+        left = missing(batches_of(self.plan, len(self.names), self.subject.together), done)
+        self.watcher.planned(left)
+        if self.earlier is not None and left:
+            self._note_resumed(left)
         task = None
-        for step in steps:
-            if step.task is not task:
-                task = step.task
+        for planned in left:
+            if planned.task is not task:
+                task = planned.task
                 await self._begin(task)
-            if (why := self._left_out(step)) is not None or (why := await self._up(step.side)) is not None:
-                self.watcher.left_out(step, why)
+            if (why := self._left_out(planned)) is not None or (why := await self._up(planned.side)) is not None:
+                self.watcher.left_out(planned, why)
                 continue
-            label = step.task.name if len(self.plan.loads) == 1 else f"{step.task.name} at {step.load.label}"
-            self.watcher.began(label, self.names[step.side], step.round_ - self.plan.warmups, step.warmup)
-            batch = await self._batch(step)
+            label = planned.task.name if len(self.plan.loads) == 1 else f"{planned.task.name} at {planned.load.label}"
+            self.watcher.began(label, self.names[planned.side], planned.round_ - self.plan.warmups, planned.warmup)
+            batch = await self._batch(planned)
             self.batches.append(batch)
-            await self._restart_if_dead(step, batch)
+            await self._restart_if_dead(planned, batch)
             self.watcher.ended(batch)
             keep(self.record(finished=False))
 
-    def _note_resumed(self, steps: Sequence[Step]) -> None:
+    def _note_resumed(self, left: Sequence[PlannedBatch]) -> None:
         """Note what a resumed run has lost: what drafters remembered of earlier answers, and equal versions."""
-        begun = {b.task for b in self.batches if not b.warmup} & {s.task.name for s in steps}
+        begun = {b.task for b in self.batches if not b.warmup} & {planned.task.name for planned in left}
         if begun:
             self.notes.append(
                 f"the run was resumed within {', '.join(sorted(begun))}: drafters that remember earlier answers of a task "
@@ -204,60 +204,60 @@ class _Run:
                 self.gone[i] = why
         self.given_up[f"{self.names[index]} was given up: {hide(why)}"] = None
 
-    def _left_out(self, step: Step) -> str | None:
+    def _left_out(self, planned: PlannedBatch) -> str | None:
         """Why a batch is left out, None if it is not: its side or the baseline, to which it would be compared, was given up."""
-        for index in dict.fromkeys((step.side, 0)):
+        for index in dict.fromkeys((planned.side, 0)):
             if index in self.gone:
                 return self.gone[index]
             patience = self.patience[index]
-            patience.enter((step.task.name, step.load))
+            patience.enter((planned.task.name, planned.load))
             if patience.lost is not None:
-                where = f"{step.task.name} at {step.load.label}"
+                where = f"{planned.task.name} at {planned.load.label}"
                 self.given_up[f"{self.names[index]} was given up on {where}: {hide(patience.lost)}"] = None
                 return patience.lost
         return None
 
-    async def _restart_if_dead(self, step: Step, batch: Batch) -> None:
+    async def _restart_if_dead(self, planned: PlannedBatch, batch: Batch) -> None:
         """After a batch with failures, bring a side down if it died, so that it is started again."""
-        failed, index = next((a for a in batch.answers if a.failed), None), step.side
+        failed, index = next((a for a in batch.answers if a.failed), None), planned.side
         side, name = self.subject.sides[index], self.names[index]
         if failed is None or await side.survived():
             return
         await side.down()
         self.restarts[index] = self.restarts.get(index, 0) + 1
-        self.notes.append(f"{name} died while it measured {step.task.name} and was started again: {hide(failed.reason)}")
+        self.notes.append(f"{name} died while it measured {planned.task.name} and was started again: {hide(failed.reason)}")
         if self.restarts[index] > RESTARTS:
             self._give_up(index, f"it died {self.restarts[index]} times, at last with: {failed.reason}")
 
-    async def _batch(self, step: Step) -> Batch:
+    async def _batch(self, planned: PlannedBatch) -> Batch:
         """Measure a batch. An error in this program makes all its requests fail, with the error as the reason."""
-        asks = asks_of(self.plan, self.subject, step)
+        asks = asks_of(self.plan, self.subject, planned)
         try:
-            return await self._sent(step, asks)
+            return await self._sent(planned, asks)
         except Exception as error:
             LOG.debug("a batch failed", exc_info=True)
             why = f"an error in the measuring itself: {said(error)}"
             answers = tuple(Answer(ask.name, 0, (), "failed", None, 0.0, 0.0, NOT_COUNTED, "", 0, failure=why) for ask in asks)
-            return self._as_batch(step, 0.0, answers)
+            return self._as_batch(planned, 0.0, answers)
 
-    async def _sent(self, step: Step, asks: Sequence[Ask]) -> Batch:
-        side = self.subject.sides[step.side]
-        due = arrivals_of(self.plan, step.load, step.round_)
+    async def _sent(self, planned: PlannedBatch, asks: Sequence[Ask]) -> Batch:
+        side = self.subject.sides[planned.side]
+        due = arrivals_of(self.plan, planned.load, planned.round_)
         await side.fresh()
         before = await side.endpoint.counters()
-        answers, wall = await loads.drive(side.endpoint, asks, step.load, due, self.clock, self.patience[step.side])
+        answers, wall = await loads.drive(side.endpoint, asks, planned.load, due, self.clock, self.patience[planned.side])
         after = await _settled(side, before, answers)
         times = side.times()
         drafting, notes = judge(answers, before, after, side.arm.settings is not None or bool(side.arm.flags))
         if after is not None and before is not None and (counted := difference(before, after)) is not None:
             times = replace(times, cached_tokens=times.cached_tokens + int(counted.cached_tokens or 0))
-        made = self._as_batch(step, wall, answers)
+        made = self._as_batch(planned, wall, answers)
         return replace(made, times=times, drafting=drafting, before=before, after=after, notes=notes)
 
-    def _as_batch(self, step: Step, wall: float, answers: tuple[Answer, ...]) -> Batch:
-        repetition = step.round_ - self.plan.warmups
-        arm, order = self.names[step.side], len(self.batches)
-        return Batch(step.task.name, arm, repetition, order, step.warmup, wall, answers, TIMES_UNKNOWN, step.load)
+    def _as_batch(self, planned: PlannedBatch, wall: float, answers: tuple[Answer, ...]) -> Batch:
+        repetition = planned.round_ - self.plan.warmups
+        arm, order = self.names[planned.side], len(self.batches)
+        return Batch(planned.task.name, arm, repetition, order, planned.warmup, wall, answers, TIMES_UNKNOWN, planned.load)
 
     async def compare(self) -> None:
         """Compare greedy answers with the baseline's, and sample first tokens."""

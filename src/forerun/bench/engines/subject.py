@@ -10,7 +10,7 @@ from typing import Any
 from forerun.bench.engines.arms import CONTROL
 from forerun.bench.engines.endpoint import Ask
 from forerun.bench.engines.sides import Side
-from forerun.bench.load.plan import Plan, Step
+from forerun.bench.load.plan import Plan, PlannedBatch
 from forerun.bench.workloads.tasks import Prompt, Task
 from forerun.checks import require
 
@@ -66,13 +66,13 @@ def names(plan: Plan, subject: Subject) -> list[str]:
     return [*found[:-1], CONTROL] if plan.control else found
 
 
-def asks_of(plan: Plan, subject: Subject, step: Step) -> list[Ask]:
+def asks_of(plan: Plan, subject: Subject, planned: PlannedBatch) -> list[Ask]:
     """The requests of a batch. They are the same for every side, except that the arm `prediction` gets a prediction."""
-    first = plan.first_variant(step.load, step.round_)
-    salt = f"{step.side} {step.task.name} {step.load.label} {step.round_}"
+    first = plan.first_variant(planned.load, planned.round_)
+    salt = f"{planned.side} {planned.task.name} {planned.load.label} {planned.round_}"
     return [
-        ask_of(plan, subject, step.task, step.task.prompt(v), step.side, step.warmup, salt)
-        for v in range(first, first + step.load.requests)
+        ask_of(plan, subject, planned.task, planned.task.prompt(v), planned.side, planned.warmup, salt)
+        for v in range(first, first + planned.load.requests)
     ]
 
 

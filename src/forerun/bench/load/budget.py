@@ -12,7 +12,7 @@ from typing import NamedTuple
 from forerun.bench.engines.subject import Subject, ask_of
 from forerun.bench.formats import duration
 from forerun.bench.load import sending as loads
-from forerun.bench.load.plan import Plan, Step, arrivals_of, steps_of
+from forerun.bench.load.plan import Plan, PlannedBatch, arrivals_of, batches_of
 from forerun.bench.workloads.tasks import Prompt, Task
 
 DEFAULT_MINUTES = 4.0
@@ -69,26 +69,26 @@ def _characters(prompt: Prompt) -> int:
     return len(prompt.text or "") or 4 * prompt.random_ids
 
 
-def seconds_of(plan: Plan, pace: Pace) -> Callable[[Step], float]:
+def seconds_of(plan: Plan, pace: Pace) -> Callable[[PlannedBatch], float]:
     """The estimated seconds of each batch, which are mostly too many."""
     lengths = {task.name: _characters(task.prompt(0)) for task in plan.tasks}
 
-    def seconds(step: Step) -> float:
-        together = min(step.load.concurrency, step.load.requests)
-        tokens = min(plan.max_tokens, plan.warmup_tokens) if step.warmup else plan.max_tokens
-        prompts = pace.prompt_s * lengths[step.task.name] * together
+    def seconds(planned: PlannedBatch) -> float:
+        together = min(planned.load.concurrency, planned.load.requests)
+        tokens = min(plan.max_tokens, plan.warmup_tokens) if planned.warmup else plan.max_tokens
+        prompts = pace.prompt_s * lengths[planned.task.name] * together
         decoding = pace.step_s * (1 + BATCHED * (together - 1)) * tokens
-        due = arrivals_of(plan, step.load, step.round_)
+        due = arrivals_of(plan, planned.load, planned.round_)
         if due is not None:
-            return due[-1] + pace.prompt_s * lengths[step.task.name] + pace.step_s * tokens
-        return (prompts + decoding) * math.ceil(step.load.requests / together)
+            return due[-1] + pace.prompt_s * lengths[planned.task.name] + pace.step_s * tokens
+        return (prompts + decoding) * math.ceil(planned.load.requests / together)
 
     return seconds
 
 
 def estimate(plan: Plan, pace: Pace, sides: int, together: bool) -> float:
     """The estimated seconds of the plan, without the start of engines."""
-    return sum(map(seconds_of(plan, pace), steps_of(plan, sides, together)))
+    return sum(map(seconds_of(plan, pace), batches_of(plan, sides, together)))
 
 
 def fitted(plan: Plan, pace: Pace, sides: int, together: bool, seconds: float, may: Collection[str]) -> Plan:

@@ -78,7 +78,7 @@ class Plan:
         return self.rounds * sum(one.requests for one in self.loads[:before]) + round_ * load.requests
 
 
-class Step(NamedTuple):
+class PlannedBatch(NamedTuple):
     """One batch of the plan. side: its index. visit: 0 or 1; sides that are not up together are visited twice, with warm-ups
     in each visit."""
 
@@ -100,21 +100,21 @@ def order_of(sides: int, repetition: int) -> list[int]:
     return forward if repetition % 2 == 0 else forward[::-1]
 
 
-def steps_of(plan: Plan, sides: int, together: bool) -> Iterator[Step]:
+def batches_of(plan: Plan, sides: int, together: bool) -> Iterator[PlannedBatch]:
     """All batches in their order. together: all sides are up at once."""
     return interleaved(plan, sides) if together else in_turns(plan, sides)
 
 
-def interleaved(plan: Plan, sides: int) -> Iterator[Step]:
+def interleaved(plan: Plan, sides: int) -> Iterator[PlannedBatch]:
     """For sides that are up together: A B C, then C B A, within each task and load."""
     for task in plan.tasks:
         for load in plan.loads:
             for round_ in range(plan.rounds):
                 for side in order_of(sides, round_ - plan.warmups):
-                    yield Step(task, load, round_, side, round_ < plan.warmups)
+                    yield PlannedBatch(task, load, round_, side, round_ < plan.warmups)
 
 
-def in_turns(plan: Plan, sides: int) -> Iterator[Step]:
+def in_turns(plan: Plan, sides: int) -> Iterator[PlannedBatch]:
     """For sides that are up one at a time: A B C, then C B A. Each visit has half of the repetitions, after warm-ups."""
     half = (plan.repetitions + 1) // 2
     halves = (range(plan.warmups, plan.warmups + half), range(plan.warmups + half, plan.rounds))
@@ -123,21 +123,21 @@ def in_turns(plan: Plan, sides: int) -> Iterator[Step]:
             for task in plan.tasks:
                 for load in plan.loads:
                     for round_ in (*range(plan.warmups), *rounds):
-                        yield Step(task, load, round_, side, round_ < plan.warmups, visit)
+                        yield PlannedBatch(task, load, round_, side, round_ < plan.warmups, visit)
 
 
-def missing(steps: Iterable[Step], done: Collection[Done]) -> list[Step]:
+def missing(batches: Iterable[PlannedBatch], done: Collection[Done]) -> list[PlannedBatch]:
     """The batches that are not done, with the warm-ups of each group that has some."""
 
-    def group(step: Step) -> tuple[int, str, Load, int]:
-        return step.visit, step.task.name, step.load, step.side
+    def group(planned: PlannedBatch) -> tuple[int, str, Load, int]:
+        return planned.visit, planned.task.name, planned.load, planned.side
 
-    def left(step: Step) -> bool:
-        return not step.warmup and (step.task.name, step.load, step.round_, step.side) not in done
+    def left(planned: PlannedBatch) -> bool:
+        return not planned.warmup and (planned.task.name, planned.load, planned.round_, planned.side) not in done
 
-    every = list(steps)
-    groups = {group(step) for step in every if left(step)}
-    return [step for step in every if left(step) or (step.warmup and group(step) in groups)]
+    every = list(batches)
+    groups = {group(planned) for planned in every if left(planned)}
+    return [planned for planned in every if left(planned) or (planned.warmup and group(planned) in groups)]
 
 
 def arrivals_of(plan: Plan, load: Load, round_: int) -> list[float] | None:
@@ -155,7 +155,7 @@ def scheduled_s(plan: Plan, sides: int, together: bool) -> float:
         for round_ in range(plan.rounds)
         if (due := arrivals_of(plan, load, round_)) is not None
     }
-    return sum(last.get((step.load, step.round_), 0.0) for step in steps_of(plan, sides, together))
+    return sum(last.get((planned.load, planned.round_), 0.0) for planned in batches_of(plan, sides, together))
 
 
 def fingerprint(plan: Plan) -> str:

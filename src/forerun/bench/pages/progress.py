@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from forerun.bench.formats import duration
-from forerun.bench.load.plan import Step
+from forerun.bench.load.plan import PlannedBatch
 from forerun.bench.records.record import Batch
 
 EVERY_S = 10.0  # the longest time between two plain lines
@@ -24,7 +24,7 @@ class Course:
 
     def __init__(self, show: Callable[[Course], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._show, self._clock = show, clock
-        self.seconds_of: Callable[[Step], float] | None = None
+        self.seconds_of: Callable[[PlannedBatch], float] | None = None
         self._expected: list[float] = []
         self._past = self._spent = 0.0  # of the batches done: expected seconds, and seconds taken
         self._since = clock()
@@ -54,9 +54,9 @@ class Course:
         speeds = ", ".join(f"{name} {speed}" for name, speed in self._speeds.items())
         return text + (f" (tokens/s: {speeds})" if speeds else "")
 
-    def planned(self, steps: Sequence[Step]) -> None:
+    def planned(self, batches: Sequence[PlannedBatch]) -> None:
         """As in run.Watcher."""
-        self._expected = [1.0 if self.seconds_of is None else self.seconds_of(step) for step in steps]
+        self._expected = [1.0 if self.seconds_of is None else self.seconds_of(one) for one in batches]
         self._show(self)
 
     def doing(self, what: str) -> None:
@@ -82,7 +82,7 @@ class Course:
         self.done += 1
         self._show(self)
 
-    def left_out(self, step: Step, why: str) -> None:
+    def left_out(self, planned: PlannedBatch, why: str) -> None:
         """As in run.Watcher."""
         if self.done < self.total:
             del self._expected[self.done]
