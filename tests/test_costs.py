@@ -18,9 +18,11 @@ import torch
 from forerun.config import EngineConfig, Speculation
 from forerun.engine import costs
 from forerun.engine.engine import Engine
+from forerun.kernels import reference
 from forerun.models.decoder import Target
-from forerun.models.loading import random
+from forerun.models.loading import empty, random
 from forerun.models.tokenizer import Detokenizer, Tokenizer
+from tests.test_weights import Int8Blocks
 from tests.tiny import tiny_model
 
 
@@ -168,7 +170,9 @@ def test_each_model_and_each_way_to_run_it_has_a_file_of_its_own(
     other = replace(target.config, layers=target.config.layers + 1, windows=(0,) * (target.config.layers + 1))
     made = Target(other, random(other, torch.float32, torch.device("cpu")), target.kernels)
     half = Target.random(target.config, torch.bfloat16)
-    ways = [(target, 64), (target, 32), (made, 64), (half, 64)]
+    plain = Target(target.config, target.weights, reference)
+    blocks = Target(target.config, empty(target.config, torch.float32, "cpu", Int8Blocks), reference)
+    ways = [(target, 64), (target, 32), (made, 64), (half, 64), (plain, 64), (blocks, 64)]
     for number, (model, most) in enumerate(ways, 1):
         costs_of(model, Machine(slow), most)
         assert len(kept(tmp_path)) == number

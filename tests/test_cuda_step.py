@@ -77,7 +77,7 @@ class State:
         """What the kernels left is what the twin left, as far as it means anything."""
         slots = self.slots
         assert torch.equal(pool.length, slots.length)
-        assert torch.equal(pool.alive, slots.active)
+        assert torch.equal(pool.active, slots.active)
         assert torch.equal(pool.draft_size, slots.draft_size)
         committed = torch.arange(self.context, device=DEVICE) < slots.length[:, None]
         assert torch.equal(pool.tokens[committed], slots.tokens[committed])
@@ -349,7 +349,7 @@ from forerun.kernels import cuda_step as step
 
 def check(kernel, warps=4, **constants):
     given = dict(
-        alive="*i1", block_table="*i32", table="*i32", embedding="*bf16", x="*bf16", logits="*fp32", tops="*fp32",
+        active="*i1", block_table="*i32", table="*i32", embedding="*bf16", x="*bf16", logits="*fp32", tops="*fp32",
         firsts="*i32", masses="*fp64", temperatures="*fp64", noise="*fp64", PER="i32", W="i32",
         L="i32", P="i32", K="i32", V="i32", VOCAB="i32", N="i32", T="i32", D="i32", row_start="*i32",
     )

@@ -123,6 +123,7 @@ def _key(target: Target, most: int, context: int) -> dict[str, Any]:
         "format": FORMAT,
         "model": asdict(target.config) | {"vocab_size": target.vocab},
         "dtype": str(target.dtype),
+        "bytes": target.bytes,  # weights of another kind have another size
         "device": str(target.device),
         "kernels": cpu.build_of(target.kernels),
         "threads": torch.get_num_threads(),

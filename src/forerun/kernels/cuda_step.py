@@ -31,13 +31,13 @@ UNROLLED = 8  # suffixes of up to this many tokens are compared without a loop
 
 class Pool(NamedTuple):
     """The state of S slots. tokens: [S,L] int64; length: [S] int64, committed tokens, at least 1; limit: [S] int64, the length
-    at which a row ends; alive: [S] bool, whether a row is active; stop_ids: [S,E] int64, padded with -1; block_table: [S,P]
+    at which a row ends; active: [S] bool, whether a row is active; stop_ids: [S,E] int64, padded with -1; block_table: [S,P]
     int32; draft: [S,K] int64, the draft for the next step; draft_size: [S] int64. All are contiguous and written in place."""
 
     tokens: Tensor
     length: Tensor
     limit: Tensor
-    alive: Tensor
+    active: Tensor
     stop_ids: Tensor
     block_table: Tensor
     draft: Tensor
@@ -77,38 +77,38 @@ class LookUp(NamedTuple):
 
 @triton.jit(do_not_specialize=["W", "L", "P", "K", "V"])
 def prepare_kernel(
-    slots, k, tokens, length, limit, alive, block_table, draft, draft_size, embedding, x, positions, table, size, W, L, P, K, V,
-    H: tl.constexpr, HP: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
+    slots, k, tokens, length, limit, active, block_table, draft, draft_size, embedding, x, positions, table, size, W, L, P, K,
+    V, H: tl.constexpr, HP: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program for each token of a row, and one for each RUN pages of its block table."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait(PDL)
     slot = tl.load(slots + row)
-    live = tl.load(alive + slot)
+    is_active = tl.load(active + slot)
     if at <= W:
         end = tl.load(length + slot)
         last = tl.where(at > 0, at - 1, 0)  # the draft that this token is
         token = tl.load(tokens + slot * L + end - 1)
         if at > 0:
             token = tl.load(draft + slot * K + last)
-            tl.store(tokens + slot * L + end + last, token, mask=live & (end + last < L))
+            tl.store(tokens + slot * L + end + last, token, mask=is_active & (end + last < L))
         else:
             most = tl.minimum(tl.load(draft_size + slot), tl.load(k + row))
             most = tl.minimum(tl.minimum(most, tl.load(limit + slot) - end - 1), W)
             tl.store(size + row, tl.maximum(most, 0))
         to = row * (W + 1) + at
-        tl.store(positions + to, tl.where(live, end - 1, 0) + at)
+        tl.store(positions + to, tl.where(is_active, end - 1, 0) + at)
         h = tl.arange(0, HP)
         there = (h < H) & (token >= 0) & (token < V)  # tokens past a draft's size are arbitrary
         tl.store(x + to * H + h, tl.load(embedding + token * H + h, mask=there, other=0.0), mask=h < H)
     else:
         p = (at - W - 1) * RUN + tl.arange(0, RUN)
-        tl.store(table + row * P + p, tl.load(block_table + slot * P + p, mask=(p < P) & live, other=0), mask=p < P)
+        tl.store(table + row * P + p, tl.load(block_table + slot * P + p, mask=(p < P) & is_active, other=0), mask=p < P)
 
 
 @triton.jit(do_not_specialize=["W", "D", "T", "L", "P", "K", "V"])
 def prepare_shared_kernel(
-    slots, k, tokens, length, limit, alive, block_table, draft, draft_size, embedding, x, positions, table, size, row_start,
+    slots, k, tokens, length, limit, active, block_table, draft, draft_size, embedding, x, positions, table, size, row_start,
     owner, W, D, T, L, P, K, V, ROWS: tl.constexpr, LANES: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -119,11 +119,11 @@ def prepare_shared_kernel(
     there = r < ROWS
     wait(PDL)
     slot = tl.load(slots + r, mask=there, other=0)
-    live = tl.load(alive + slot, mask=there, other=0) > 0
+    is_active = tl.load(active + slot, mask=there, other=0) > 0
     end = tl.load(length + slot, mask=there, other=1)
     most = tl.minimum(tl.load(draft_size + slot, mask=there, other=0), tl.load(k + r, mask=there, other=0))
     most = tl.minimum(tl.minimum(most, tl.load(limit + slot, mask=there, other=0) - end - 1), W)
-    most = tl.where(live, tl.maximum(most, 0), 0)
+    most = tl.where(is_active, tl.maximum(most, 0), 0)
     kept = most - tl.minimum(tl.maximum(tl.cumsum(most, 0) - D, 0), most)
     start = r + tl.cumsum(kept, 0) - kept
     if at < T:
@@ -131,7 +131,7 @@ def prepare_shared_kernel(
         ours = tl.sum(mine.to(tl.int32), 0) > 0
         own = tl.sum(tl.where(mine, slot, 0), 0)
         last = tl.sum(tl.where(mine, end, 0), 0) - 1  # the last committed token
-        alone = tl.sum(tl.where(mine & live, 1, 0), 0) > 0
+        alone = tl.sum(tl.where(mine & is_active, 1, 0), 0) > 0
         ahead = at - tl.sum(tl.where(mine, start, 0), 0)
         token = tl.load(tokens + own * L + last, mask=ours, other=-1)
         if ours & (ahead > 0):
@@ -150,7 +150,7 @@ def prepare_shared_kernel(
         row = (at - T) % ROWS
         p = (at - T) // ROWS * RUN + tl.arange(0, RUN)
         own = tl.sum(tl.where(r == row, slot, 0), 0)
-        alone = tl.sum(tl.where((r == row) & live, 1, 0), 0) > 0
+        alone = tl.sum(tl.where((r == row) & is_active, 1, 0), 0) > 0
         tl.store(table + row * P + p, tl.load(block_table + own * P + p, mask=(p < P) & alone, other=0), mask=p < P)
 
 
@@ -204,7 +204,7 @@ def _look_up(
 
 @triton.jit(do_not_specialize=["W", "L", "K", "VOCAB"])
 def commit_kernel(
-    block, given, size, slots, tokens, length, limit, alive, stop_ids, draft, draft_size, counts, W, L, K, VOCAB,
+    block, given, size, slots, tokens, length, limit, active, stop_ids, draft, draft_size, counts, W, L, K, VOCAB,
     LANES: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr, BROKEN: tl.constexpr, GIVEN: tl.constexpr,
     FIND: tl.constexpr, MIN_N: tl.constexpr, MAX_N: tl.constexpr, SCAN: tl.constexpr, UNROLLED: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -213,7 +213,7 @@ def commit_kernel(
     row = tl.program_id(0).to(tl.int64)
     i, e = tl.arange(0, LANES), tl.arange(0, EP)
     slot = tl.load(slots + row)
-    live = tl.load(alive + slot)
+    is_active = tl.load(active + slot)
     n = tl.load(length + slot)
     most = tl.load(limit + slot)
     stops = tl.load(stop_ids + slot * E + e, mask=e < E, other=-1)
@@ -227,17 +227,17 @@ def commit_kernel(
         accepted = tl.min(tl.where((chosen == drafted) & (i < cut), LANES, i), 0) + 1
     ends = (tl.max((chosen[:, None] == stops[None, :]).to(tl.int32), 1) > 0) | (chosen == BROKEN)
     first = tl.min(tl.where(ends & (i < accepted), i, LANES), 0)  # the accepted token that ends the row; LANES: none
-    room = tl.where(live, most - n, 0)
+    room = tl.where(is_active, most - n, 0)
     broken = tl.max(((i == first) & (chosen == BROKEN) & (first < room)).to(tl.int32), 0)
     count = tl.maximum(tl.minimum((tl.minimum(accepted, first + 1) - broken).to(tl.int64), room), 0)
     n += count
-    goes_on = live & (first == LANES) & (n < most)
+    goes_on = is_active & (first == LANES) & (n < most)
     tl.debug_barrier()  # every warp has read the row's state before any warp writes it
-    tl.store(tokens + slot * L + n - count + i, tl.maximum(chosen, 0), mask=live & (i <= W) & (n - count + i < L))
-    tl.store(length + slot, n, mask=live)
-    tl.store(alive + slot, goes_on, mask=live)
+    tl.store(tokens + slot * L + n - count + i, tl.maximum(chosen, 0), mask=is_active & (i <= W) & (n - count + i < L))
+    tl.store(length + slot, n, mask=is_active)
+    tl.store(active + slot, goes_on, mask=is_active)
     tl.store(counts + row * 5, count)
-    tl.store(counts + row * 5 + 1, tl.where(live, cut, 0))
+    tl.store(counts + row * 5 + 1, tl.where(is_active, cut, 0))
     tl.store(counts + row * 5 + 2, tl.minimum((accepted - 1).to(tl.int64), count))
     tl.store(counts + row * 5 + 3, broken.to(tl.int64))
     if FIND:
@@ -264,7 +264,7 @@ def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Matrix, width: int, 
     )
     run = min(TABLE_RUN, power_of_two(pages))
     prepare_kernel[(rows, width + 1 + triton.cdiv(pages, run))](
-        slot, k, pool.tokens, pool.length, pool.limit, pool.alive, pool.block_table, pool.draft, pool.draft_size, values,
+        slot, k, pool.tokens, pool.length, pool.limit, pool.active, pool.block_table, pool.draft, pool.draft_size, values,
         *out, width, pool.tokens.shape[1], pages, pool.draft.shape[1], vocab, hidden, power_of_two(hidden), run, pdl,
         **launch_options(4, pdl),
     )
@@ -286,7 +286,7 @@ def prepare_shared(
     )
     run = min(TABLE_RUN, power_of_two(pages))
     prepare_shared_kernel[(total + rows * triton.cdiv(pages, run),)](
-        slot, k, pool.tokens, pool.length, pool.limit, pool.alive, pool.block_table, pool.draft, pool.draft_size, values,
+        slot, k, pool.tokens, pool.length, pool.limit, pool.active, pool.block_table, pool.draft, pool.draft_size, values,
         *out, width, drafts, total, pool.tokens.shape[1], pages, pool.draft.shape[1], vocab, rows, power_of_two(rows), hidden,
         power_of_two(hidden), run, pdl, **launch_options(4, pdl),
     )
@@ -323,7 +323,7 @@ def _commit(
     find = look_up is not None and width > 0
     min_n, max_n, vocab = look_up if look_up is not None and find else LookUp(1, 1, 0)
     commit_kernel[(rows,)](
-        block, size if given is None else given, size, slot, pool.tokens, pool.length, pool.limit, pool.alive, pool.stop_ids,
+        block, size if given is None else given, size, slot, pool.tokens, pool.length, pool.limit, pool.active, pool.stop_ids,
         pool.draft, pool.draft_size, counts, lanes - 1, pool.tokens.shape[1], width, vocab, power_of_two(lanes), stops,
         power_of_two(stops), power_of_two(max(width, 1)), BROKEN, given is not None, find, min_n, max_n, SCAN, UNROLLED, pdl,
         **launch_options(SCAN_WARPS if find else 1, pdl),
