@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from forerun.bench import run as runner
 from forerun.bench.engines.arms import BASELINE, CONTROL, Arm
-from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, TokenLogprob
+from forerun.bench.engines.endpoint import Piece, Request, RequestFailed, TokenLogprob
 from forerun.bench.engines.subject import Subject, random_ids
 from forerun.bench.load.plan import Plan, PlannedBatch
 from forerun.bench.records.record import Batch, Counts, Facts, Load, Record, ServerCounters, Times
@@ -43,7 +43,7 @@ class Script(NamedTuple):
     change: Callable[[list[int]], list[int]] = list
     cached: int = 0
     reason: str = "length"
-    fault: Callable[[Ask], Exception | None] = lambda ask: None
+    fault: Callable[[Request], Exception | None] = lambda ask: None
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ class Sent:
     """A request as an arm got it."""
 
     arm: str
-    ask: Ask
+    ask: Request
 
     @property
     def prompt(self) -> str:
@@ -104,7 +104,7 @@ class ScriptedSide:
     async def counters(self) -> ServerCounters | None:
         return None
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def generate(self, ask: Request) -> AsyncIterator[Piece]:
         assert self.is_up and (self.cleared or ask.logprobs), "a batch was sent to a warm prefix cache"
         self.log.append(Sent(self.arm.name, ask))
         begin, script = self.clock.now, self.script
@@ -203,6 +203,6 @@ def scripted(scripts: dict[str, Script], together: bool = True, **plan: Any) -> 
     return Bench(Plan(**given), subject, sides, clock, log, built)
 
 
-def refused(message: str) -> Callable[[Ask], Exception | None]:
+def refused(message: str) -> Callable[[Request], Exception | None]:
     """A fault of every request."""
     return lambda ask: RequestFailed(message)

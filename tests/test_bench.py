@@ -15,7 +15,7 @@ import pytest
 
 from forerun.bench.engines import arms
 from forerun.bench.engines.arms import BASELINE, CONTROL
-from forerun.bench.engines.endpoint import Ask, RequestFailed
+from forerun.bench.engines.endpoint import Request, RequestFailed
 from forerun.bench.load import equality
 from forerun.bench.load.plan import Plan, interleaved
 from forerun.bench.pages import report, words
@@ -150,7 +150,7 @@ def test_warmups_are_short_and_not_counted() -> None:
 
 def test_what_each_task_asks_for() -> None:
     made = run({"arm": FAST}, tasks=tuple(workloads.TASKS), repetitions=1)
-    by_task: dict[str, list[Ask]] = {}
+    by_task: dict[str, list[Request]] = {}
     sent = iter([one.ask for one in made.log if not one.ask.logprobs])
     for task, *_ in made.watcher.seen:
         by_task.setdefault(task, []).append(next(sent))
@@ -250,7 +250,7 @@ def test_first_difference() -> None:
 
 
 def test_a_failed_request_is_credited_nothing_and_shown() -> None:
-    def fault(ask: Ask) -> Exception | None:
+    def fault(ask: Request) -> Exception | None:
         return RequestFailed(f"no {ask.name}") if ask.max_tokens > 32 else None
 
     made = run({"bad": FAST._replace(fault=fault)}).record

@@ -12,7 +12,7 @@ import pytest
 
 from forerun.bench.engines import metrics
 from forerun.bench.engines.dialects import DIALECTS
-from forerun.bench.engines.endpoint import Ask, Piece
+from forerun.bench.engines.endpoint import Piece, Request
 from forerun.bench.engines.openai import Address, HttpEndpoint, Timeouts
 from forerun.bench.engines.reply import Reply
 from forerun.bench.engines.sse import EventReader
@@ -23,11 +23,11 @@ from forerun.bench.records.record import Answer, Chunk, Counts, Load, ServerCoun
 from forerun.engine.stats import DraftStats
 from tests.mock_server import ENDINGS, MockServer, Script
 
-CHAT = Ask("a", 6, messages=({"role": "user", "content": "hello"},))
-TEXT = Ask("b", 6, text="hello")
+CHAT = Request("a", 6, messages=({"role": "user", "content": "hello"},))
+TEXT = Request("b", 6, text="hello")
 
 
-def ask(script: Script, asked: Ask = TEXT, dialect: str = "vllm", **address: Any) -> tuple[Answer, MockServer]:
+def ask(script: Script, asked: Request = TEXT, dialect: str = "vllm", **address: Any) -> tuple[Answer, MockServer]:
     async def run() -> tuple[Answer, MockServer]:
         async with MockServer(lambda body: script) as server:
             where = Address(server.url, "target", DIALECTS[dialect], **address)
@@ -60,7 +60,7 @@ def test_tpot_and_chunk_gaps_of_the_worked_examples() -> None:
 
 
 @pytest.mark.parametrize("asked", [CHAT, TEXT], ids=["chat", "completions"])
-def test_a_stream_comes_back_as_scripted(asked: Ask) -> None:
+def test_a_stream_comes_back_as_scripted(asked: Request) -> None:
     got, server = ask(Script(chunks=((0.05, 1), (0.11, 3), (0.17, 2))), asked)
     assert not got.failed and got.tokens == 6 and got.finish_reason == "length" and got.prompt_tokens == 7
     assert got.token_ids == (100, 101, 102, 103, 104, 105) and got.text == "100 101 102 103 104 105 "
@@ -105,7 +105,7 @@ BAD = {
 
 @pytest.mark.parametrize("ending", [e for e in ENDINGS if e != "done"])
 @pytest.mark.parametrize("asked", [CHAT, TEXT], ids=["chat", "completions"])
-def test_what_was_not_completed_is_a_failure_with_a_reason_and_no_tokens(ending: str, asked: Ask) -> None:
+def test_what_was_not_completed_is_a_failure_with_a_reason_and_no_tokens(ending: str, asked: Request) -> None:
     got, _ = ask(Script(ending=ending, ids=ending != "no-usage"), asked, timeouts=Timeouts(0.3 if ending == "hang" else 10.0))
     assert got.failed and got.failure is not None and BAD[ending] in got.failure
     assert got.tokens == 0 and got.token_ids == () and latency.tpot(got) is None
@@ -142,7 +142,7 @@ def test_events_do_not_depend_on_how_the_bytes_were_cut(size: int) -> None:
     assert reader.unfinished and not EventReader().unfinished
 
 
-def read(*events: bytes, asked: Ask = CHAT) -> list[Piece]:
+def read(*events: bytes, asked: Request = CHAT) -> list[Piece]:
     """The pieces of a stream of these events, the concluding one last."""
     reply, reader, pieces = Reply(dataclasses.replace(asked, max_tokens=100)), EventReader(), []
     for data in (*events, b"[DONE]"):

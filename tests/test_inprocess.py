@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.bench import command
-from forerun.bench.engines.endpoint import Ask
+from forerun.bench.engines.endpoint import Request
 from forerun.bench.engines.inprocess import InProcess
 from forerun.bench.load import latency
 from forerun.bench.load import sending as load
@@ -39,7 +39,7 @@ def engine(loaded: LoadedModel, **settings: Any) -> LLM:
     return LLM(loaded, speculative_config=NGRAM, **({"kv_cache_tokens": 4096, "max_num_seqs": 4} | settings))
 
 
-def drive(llm: LLM, asks: list[Ask], shape: Load) -> tuple[Answer, ...]:
+def drive(llm: LLM, asks: list[Request], shape: Load) -> tuple[Answer, ...]:
     async def go() -> tuple[Answer, ...]:
         return (await load.drive(InProcess(llm), asks, shape, load.arrivals(shape, 0)))[0]
 
@@ -51,7 +51,7 @@ def drive(llm: LLM, asks: list[Ask], shape: Load) -> tuple[Answer, ...]:
 )
 def test_the_same_answers_under_every_load(loaded: LoadedModel, shape: Load) -> None:
     expected = engine(loaded).generate(TEXTS, SamplingParams(temperature=0, max_tokens=24))
-    answers = drive(engine(loaded), [Ask(t, 24, text=t) for t in TEXTS], shape)
+    answers = drive(engine(loaded), [Request(t, 24, text=t) for t in TEXTS], shape)
     for got, output in zip(answers, expected, strict=True):
         done = output.completions[0]
         assert got.token_ids == done.token_ids and got.text == done.text and got.finish_reason == done.finish_reason
@@ -66,7 +66,7 @@ def test_the_same_answers_under_every_load(loaded: LoadedModel, shape: Load) -> 
 
 
 def test_what_the_engine_refuses_is_a_failed_request(loaded: LoadedModel) -> None:
-    (got,) = drive(engine(loaded, max_model_len=128), [Ask("long", 8, ids=tuple([5] * 140))], Load())
+    (got,) = drive(engine(loaded, max_model_len=128), [Request("long", 8, ids=tuple([5] * 140))], Load())
     assert got.failed and got.failure and got.tokens == 0
 
 
@@ -75,7 +75,7 @@ def test_a_request_that_is_left_is_aborted(loaded: LoadedModel) -> None:
 
     async def go() -> None:
         async def ask() -> None:
-            async for _ in InProcess(llm).generate(Ask("x", 500, text="the thing", ignore_eos=True)):
+            async for _ in InProcess(llm).generate(Request("x", 500, text="the thing", ignore_eos=True)):
                 pass
 
         task = asyncio.create_task(ask())

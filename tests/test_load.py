@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from forerun.bench.engines import failures
-from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed
+from forerun.bench.engines.endpoint import Piece, Request, RequestFailed
 from forerun.bench.load import sending as load
 from forerun.bench.load.patience import Patience
 from forerun.bench.records.record import Answer, Facts, Load, ServerCounters
@@ -26,7 +26,7 @@ class SlowServer:
         self.in_flight = self.most = 0
         self.came: list[float] = []
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def generate(self, ask: Request) -> AsyncIterator[Piece]:
         now = asyncio.get_running_loop().time
         self.came.append(now())
         self.in_flight += 1
@@ -69,7 +69,7 @@ def drive(
 ) -> tuple[tuple[Answer, ...], float, SlowServer]:
     async def run() -> tuple[tuple[Answer, ...], float, SlowServer]:
         server = SlowServer(seconds, fail)
-        asks = [Ask(f"p {i}", 1, text="t") for i in range(shape.requests)]
+        asks = [Request(f"p {i}", 1, text="t") for i in range(shape.requests)]
         due = load.arrivals(shape, 5, trace)
         answers, wall = await load.drive(server, asks, shape, due, asyncio.get_running_loop().time)
         return answers, wall, server
@@ -108,7 +108,7 @@ def test_a_client_that_is_late_does_not_hide_it() -> None:
 
         loop.call_later(0.5, stall)
         server, shape = SlowServer(0.001), Load("trace", requests=2)
-        asks = [Ask(f"p {i}", 1, text="t") for i in range(2)]
+        asks = [Request(f"p {i}", 1, text="t") for i in range(2)]
         return (await load.drive(server, asks, shape, [1.0, 2.0], loop.time))[0]
 
     with asyncio.Runner(loop_factory=Jumping) as runner:
@@ -151,7 +151,7 @@ class Scripted:
     def __init__(self, words: list[str]) -> None:
         self.words, self.asked = words, 0
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def generate(self, ask: Request) -> AsyncIterator[Piece]:
         word = self.words[min(self.asked, len(self.words) - 1)]
         self.asked += 1
         now = asyncio.get_running_loop().time
@@ -176,7 +176,7 @@ def asked(
     words: list[str], shape: Load, patience: Patience | None = None, due: list[float] | None = None
 ) -> tuple[tuple[Answer, ...], float, int]:
     server = Scripted(words)
-    asks = [Ask(f"p {i}", 1, text="t") for i in range(shape.requests)]
+    asks = [Request(f"p {i}", 1, text="t") for i in range(shape.requests)]
     with asyncio.Runner(loop_factory=Jumping) as runner:
         loop = runner.get_loop()
         answers, wall = runner.run(load.drive(server, asks, shape, due, loop.time, patience))

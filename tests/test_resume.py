@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from forerun import cli
 from forerun.bench import run
 from forerun.bench.engines.arms import BASELINE
-from forerun.bench.engines.endpoint import Ask, RequestFailed
+from forerun.bench.engines.endpoint import Request, RequestFailed
 from forerun.bench.load.plan import PlannedBatch, batches_of, missing
 from forerun.bench.pages import junit, words
 from forerun.bench.records import record, redaction, summary, thresholds
@@ -133,7 +133,7 @@ def test_any_exception_of_a_request_is_a_failed_request() -> None:
     plain = small({"fast": FAST}).measure()
     for error in (RequestFailed("no"), KeyError("x"), RuntimeError("out of memory"), ValueError("\udc80"), OSError(5, "io")):
 
-        def fault(ask: Ask, error: Exception = error) -> Exception | None:
+        def fault(ask: Request, error: Exception = error) -> Exception | None:
             return error if ask.name == "return-code 2" and not ask.logprobs else None
 
         made = small({"fast": FAST._replace(fault=fault)}).measure()
@@ -196,7 +196,7 @@ def test_a_side_that_dies_is_brought_up_again_a_few_times() -> None:
         bench = small({"fast": Script()}, repetitions=8, tasks=("explain",))
         side, deaths = bench.sides[1], 0
 
-        def fault(ask: Ask) -> Exception | None:
+        def fault(ask: Request) -> Exception | None:
             nonlocal deaths
             if int(ask.name.split()[1]) % 2 and deaths < times:
                 deaths += 1
@@ -241,7 +241,7 @@ def test_a_side_that_does_not_come_up_at_the_start_ends_the_run_before_anything_
 
 
 def test_reasons_are_counted_by_kind_wherever_results_are_shown() -> None:
-    def fault(ask: Ask) -> Exception | None:
+    def fault(ask: Request) -> Exception | None:
         number = int(ask.name.split()[1])
         return RequestFailed(f"HTTP 429: wait {number} s" if number % 3 else "HTTP 401: no such key") if number > 4 else None
 

@@ -19,7 +19,7 @@ import pytest
 from forerun.bench import run
 from forerun.bench.engines.arms import BASELINE, Arm
 from forerun.bench.engines.dialects import DIALECTS
-from forerun.bench.engines.endpoint import Ask, Piece
+from forerun.bench.engines.endpoint import Piece, Request
 from forerun.bench.engines.openai import Address, HttpEndpoint, Timeouts
 from forerun.bench.engines.reply import Reply
 from forerun.bench.engines.sides import Running
@@ -38,8 +38,8 @@ TOKENS = 6
 """The scripted truth: every answer that is complete has six tokens, and this text."""
 WORDS = ("one ", "two three four ", "five six ")
 TEXT = "".join(WORDS)
-CHAT = Ask("chat", 8, messages=({"role": "user", "content": "hello"},))
-PLAIN = Ask("text", 8, text="hello")
+CHAT = Request("chat", 8, messages=({"role": "user", "content": "hello"},))
+PLAIN = Request("text", 8, text="hello")
 DONE = b"[DONE]"
 USAGE = {"prompt_tokens": 7, "completion_tokens": TOKENS, "total_tokens": 7 + TOKENS}
 USED = {"choices": [], "usage": USAGE}
@@ -275,7 +275,7 @@ def test_there_are_as_many_kinds_as_promised() -> None:
     assert len(failing) >= 40 and len(TROUBLE) - len(failing) >= 40
 
 
-def send(names: list[str], asks: list[Ask]) -> tuple[tuple[Answer, ...], MockServer]:
+def send(names: list[str], asks: list[Request]) -> tuple[tuple[Answer, ...], MockServer]:
     """The server answers the requests in turn with these kinds of trouble."""
 
     async def run() -> tuple[tuple[Answer, ...], MockServer]:
@@ -378,7 +378,7 @@ class Stream:
     def __init__(self, values: Iterable[Any]) -> None:
         self._values = iter(values)
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def generate(self, ask: Request) -> AsyncIterator[Piece]:
         reply, reader = Reply(ask), EventReader()
         for event in reader.feed(events(next(self._values), DONE)):
             if (piece := reply.read(event, 1.0)) is not None:
@@ -386,7 +386,7 @@ class Stream:
         yield reply.conclude(reader, 1.0)
 
 
-def answered(ask: Ask, values: Sequence[Any]) -> list[Answer]:
+def answered(ask: Request, values: Sequence[Any]) -> list[Answer]:
     async def run() -> list[Answer]:
         server: Any = Stream(values)
         return [load.answer_of(ask, await load.exchange(server, ask, 0.0, lambda: 2.0), 0.0) for _ in values]
@@ -396,7 +396,7 @@ def answered(ask: Ask, values: Sequence[Any]) -> list[Answer]:
 
 @pytest.mark.parametrize("ask", [CHAT, PLAIN], ids=["chat", "completions"])
 @pytest.mark.parametrize("path", list(paths(FULL)), ids=lambda path: ".".join(map(str, path)))
-def test_any_value_in_any_field_is_used_or_noted_or_fails_the_request(path: tuple[Any, ...], ask: Ask) -> None:
+def test_any_value_in_any_field_is_used_or_noted_or_fails_the_request(path: tuple[Any, ...], ask: Request) -> None:
     """A failure has a reason that is not an exception's. What is complete has its six tokens, but for changes of those fields
     that say how many there are."""
     counting = {"completion_tokens", "rejected_prediction_tokens", "usage", "token_ids", "completion_tokens_details"}

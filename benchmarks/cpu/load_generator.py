@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from forerun.bench.engines.dialects import DIALECTS
-from forerun.bench.engines.endpoint import Ask
+from forerun.bench.engines.endpoint import Request
 from forerun.bench.engines.openai import Address, HttpEndpoint
 from forerun.bench.load import latency
 from forerun.bench.load import sending as load
@@ -61,7 +61,7 @@ async def measure(
     ]
 
     class Shared:
-        async def generate(self, ask: Ask):  # type: ignore[no-untyped-def]
+        async def generate(self, ask: Request):  # type: ignore[no-untyped-def]
             async for piece in endpoints[int(ask.name) % len(endpoints)].generate(ask):
                 if piece.text:
                     seen.append(piece.at_s)
@@ -71,9 +71,9 @@ async def measure(
     shape = Load("trace" if apart_s else "concurrency", streams, requests=streams)
     due = [apart_s * i for i in range(streams)] if apart_s else None
     warm = Load(concurrency=streams, requests=streams)
-    await load.drive(Shared(), [Ask(str(i), 2, text="x") for i in range(streams)], warm, None)  # type: ignore[arg-type]
+    await load.drive(Shared(), [Request(str(i), 2, text="x") for i in range(streams)], warm, None)  # type: ignore[arg-type]
     seen.clear()
-    asks = [Ask(str(i), chunks, text="x") for i in range(streams)]
+    asks = [Request(str(i), chunks, text="x") for i in range(streams)]
     busy = time.process_time()
     answers, wall = await load.drive(Shared(), asks, shape, due)  # type: ignore[arg-type]
     busy = time.process_time() - busy

@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from forerun.bench.engines.arms import BASELINE, CONTROL
-from forerun.bench.engines.endpoint import Ask
+from forerun.bench.engines.endpoint import Request
 from forerun.bench.engines.metrics import difference
 from forerun.bench.engines.sides import Side
-from forerun.bench.engines.subject import Subject, asks_of, names
+from forerun.bench.engines.subject import Subject, names, requests_of
 from forerun.bench.load import equality
 from forerun.bench.load import sending as loads
 from forerun.bench.load.patience import Patience
@@ -231,21 +231,21 @@ class _Run:
 
     async def _batch(self, planned: PlannedBatch) -> Batch:
         """Measure a batch. An error in this program makes all its requests fail, with the error as the reason."""
-        asks = asks_of(self.plan, self.subject, planned)
+        requests = requests_of(self.plan, self.subject, planned)
         try:
-            return await self._sent(planned, asks)
+            return await self._sent(planned, requests)
         except Exception as error:
             LOG.debug("a batch failed", exc_info=True)
             why = f"an error in the measuring itself: {said(error)}"
-            answers = tuple(Answer(ask.name, 0, (), "failed", None, 0.0, 0.0, NOT_COUNTED, "", 0, failure=why) for ask in asks)
-            return self._as_batch(planned, 0.0, answers)
+            failed = [Answer(one.name, 0, (), "failed", None, 0.0, 0.0, NOT_COUNTED, "", 0, failure=why) for one in requests]
+            return self._as_batch(planned, 0.0, tuple(failed))
 
-    async def _sent(self, planned: PlannedBatch, asks: Sequence[Ask]) -> Batch:
+    async def _sent(self, planned: PlannedBatch, requests: Sequence[Request]) -> Batch:
         side = self.subject.sides[planned.side]
         due = arrivals_of(self.plan, planned.load, planned.round_)
         await side.fresh()
         before = await side.endpoint.counters()
-        answers, wall = await loads.drive(side.endpoint, asks, planned.load, due, self.clock, self.patience[planned.side])
+        answers, wall = await loads.drive(side.endpoint, requests, planned.load, due, self.clock, self.patience[planned.side])
         after = await _settled(side, before, answers)
         times = side.times()
         drafting, notes = judge(answers, before, after, side.arm.settings is not None or bool(side.arm.flags))

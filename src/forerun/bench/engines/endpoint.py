@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Request:
     """One request, with exactly one of messages (for the chat template), text (to be continued) and ids (token ids, to be
     continued). name: the task and the variant. temperature: 0 is greedy. ignore_eos: do not stop at the end-of-text token.
     prediction: the expected output, for engines that draft from it. logprobs: the number of most likely tokens that are
@@ -91,7 +91,7 @@ class Timeouts:
 class Endpoint(Protocol):
     """An engine that answers many requests at once."""
 
-    def generate(self, ask: Ask) -> AsyncIterator[Piece]:
+    def generate(self, request: Request) -> AsyncIterator[Piece]:
         """The answer as it arrives. Raises RequestFailed if it is not complete, for any reason. Closing the iterator aborts the
         request."""
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 import forerun
-from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, TokenLogprob
+from forerun.bench.engines.endpoint import Piece, Request, RequestFailed, TokenLogprob
 from forerun.bench.records.record import Counts, Facts, ServerCounters
 from forerun.types import Event, SamplingParams, SettingError
 
@@ -35,29 +35,29 @@ class InProcess:
         self._waiting: dict[Stream, _Waiting] = {}
         self._driver: asyncio.Task[None] | None = None
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def generate(self, request: Request) -> AsyncIterator[Piece]:
         """All pieces are given when the request has ended, each with the time of its step. Giving each one at once would take
         time from the steps."""
         if self.broken is not None:
             raise RequestFailed(self.broken)
         llm = self.llm
         try:
-            prompt: str | list[int] = ask.text or "" if ask.ids is None else list(ask.ids)
-            if ask.messages is not None:
-                prompt = llm.chat_ids(ask.messages)
-            request = llm.prepare(prompt, _params(ask))
+            prompt: str | list[int] = request.text or "" if request.ids is None else list(request.ids)
+            if request.messages is not None:
+                prompt = llm.chat_ids(request.messages)
+            prepared = llm.prepare(prompt, _params(request))
         except Exception as error:
             raise RequestFailed(
                 str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}"
             ) from error
         try:
-            stream = llm.owner.submit([request])
+            stream = llm.owner.submit([prepared])
         except SettingError as error:
             raise RequestFailed(str(error)) from None
         except Exception as error:
             self.broken = f"the engine raised {type(error).__name__}: {error}"
             raise RequestFailed(self.broken) from error
-        start, live = self._clock(), stream.live[request.id]
+        start, live = self._clock(), stream.live[prepared.id]
         waiting = self._waiting[stream] = _Waiting()
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
@@ -66,7 +66,7 @@ class InProcess:
         finally:
             del self._waiting[stream]
             stream.close()
-        produced, prompt_tokens = 0, len(request.prompt_ids)
+        produced, prompt_tokens = 0, len(prepared.prompt_ids)
         for at, event in waiting.events:
             produced += len(event.tokens)
             piece = Piece(at, event.text, event.tokens, logprobs=_logprobs(event))
@@ -127,14 +127,14 @@ class _Waiting:
             self.ended.set()
 
 
-def _params(ask: Ask) -> SamplingParams:
+def _params(request: Request) -> SamplingParams:
     return SamplingParams(
-        temperature=ask.temperature,
-        max_tokens=ask.max_tokens,
-        ignore_eos=ask.ignore_eos,
-        seed=ask.seed,
-        prediction=ask.prediction,
-        logprobs=ask.logprobs,
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        ignore_eos=request.ignore_eos,
+        seed=request.seed,
+        prediction=request.prediction,
+        logprobs=request.logprobs,
     )
 
 

@@ -19,7 +19,7 @@ import aiohttp
 from yarl import URL
 
 from forerun.bench.engines.dialects import Dialect
-from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, Timeouts
+from forerun.bench.engines.endpoint import Piece, Request, RequestFailed, Timeouts
 from forerun.bench.engines.fields import readable
 from forerun.bench.engines.metrics import counters_of, kv_tokens_of
 from forerun.bench.engines.reply import Reply, error_of
@@ -93,11 +93,11 @@ class HttpEndpoint:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def generate(self, request: Request) -> AsyncIterator[Piece]:
         assert self._session is not None, "use it as a context manager"
         limits = self.address.timeouts
-        path, body = self._request(ask)
-        reply, reader = Reply(ask), EventReader()
+        path, body = self._request(request)
+        reply, reader = Reply(request), EventReader()
         reached = False
         try:
             async with self._session.post(self._urls[path], data=json.dumps(body).encode(), allow_redirects=False) as response:
@@ -150,32 +150,32 @@ class HttpEndpoint:
         wait = response.headers.get("Retry-After")
         return f"{said}: {words or response.reason}" + (f" (Retry-After: {readable(wait, 40)})" if wait else "")
 
-    def _request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
+    def _request(self, request: Request) -> tuple[str, dict[str, Any]]:
         dialect = self.address.dialect
         body: dict[str, Any] = {
             "model": self.address.model,
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.temperature,
-            "seed": ask.seed,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if ask.ignore_eos and dialect.ignore_eos:
+        if request.ignore_eos and dialect.ignore_eos:
             body["ignore_eos"] = True
-        if ask.salt is not None and dialect.salt is not None:
-            body[dialect.salt] = ask.salt
-        if ask.prediction is not None:
-            body["prediction"] = {"type": "content", "content": ask.prediction}
-        if ask.messages is not None:
+        if request.salt is not None and dialect.salt is not None:
+            body[dialect.salt] = request.salt
+        if request.prediction is not None:
+            body["prediction"] = {"type": "content", "content": request.prediction}
+        if request.messages is not None:
             path = CHAT
-            body["messages"] = list(ask.messages)
-            if ask.logprobs is not None:
-                body["logprobs"], body["top_logprobs"] = True, ask.logprobs
+            body["messages"] = list(request.messages)
+            if request.logprobs is not None:
+                body["logprobs"], body["top_logprobs"] = True, request.logprobs
         else:
             path = COMPLETIONS
-            body["prompt"] = ask.text if ask.ids is None else list(ask.ids)
-            if ask.logprobs is not None:
-                body["logprobs"] = ask.logprobs
+            body["prompt"] = request.text if request.ids is None else list(request.ids)
+            if request.logprobs is not None:
+                body["logprobs"] = request.logprobs
         return path, {**body, **dialect.extra, **self.address.body}
 
     async def facts(self) -> Facts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from forerun.bench.engines.endpoint import Ask, Piece, RequestFailed, TokenLogprob
+from forerun.bench.engines.endpoint import Piece, Request, RequestFailed, TokenLogprob
 from forerun.bench.engines.fields import MOST, Fields, kept_of, readable, shown
 from forerun.bench.engines.sse import Event, EventReader
 from forerun.bench.records.record import Counts
@@ -17,9 +17,9 @@ class Reply:
     """The answer to one request. `read` takes each event; `conclude`, at the end of the stream, gives what only the whole
     stream tells. done: the end mark has come."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, request: Request) -> None:
         self.done = False
-        self._ask, self._chat = ask, ask.messages is not None
+        self._request, self._chat = request, request.messages is not None
         self._notes: dict[str, None] = {}
         self._decoder = json.JSONDecoder(parse_constant=self._not_a_number)
         self._finish: str | None = None
@@ -166,7 +166,7 @@ class Reply:
             usage.note(f"{reason}; the token ids were counted instead")
             return _Tokens(self._ids, found.reasoning)
         predicted = self._timings.count("predicted_n")
-        if predicted and predicted <= self._ask.max_tokens:
+        if predicted and predicted <= self._request.max_tokens:
             usage.note(f"{reason}; timings.predicted_n was taken instead")
             return _Tokens(predicted, found.reasoning)
         raise RequestFailed(f"{reason}, so its tokens cannot be counted")
@@ -194,8 +194,8 @@ class Reply:
             reason = f"usage counts {said} tokens, with {accepted} accepted and {rejected} rejected ones of a prediction"
         elif found.output < 1:
             reason = "usage.completion_tokens is 0 though there was an answer"
-        elif found.output > self._ask.max_tokens + reasoning:
-            reason = f"usage.completion_tokens is {said}, more than the {self._ask.max_tokens} that were asked for"
+        elif found.output > self._request.max_tokens + reasoning:
+            reason = f"usage.completion_tokens is {said}, more than the {self._request.max_tokens} that were asked for"
         return found, reason
 
     def _drafting(self, tokens: _Tokens) -> Counts | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.bench.engines.arms import CONTROL
-from forerun.bench.engines.endpoint import Ask
+from forerun.bench.engines.endpoint import Request
 from forerun.bench.engines.sides import Side
 from forerun.bench.load.plan import Plan, PlannedBatch
 from forerun.bench.workloads.tasks import Prompt, Task
@@ -66,17 +66,17 @@ def names(plan: Plan, subject: Subject) -> list[str]:
     return [*found[:-1], CONTROL] if plan.control else found
 
 
-def asks_of(plan: Plan, subject: Subject, planned: PlannedBatch) -> list[Ask]:
+def requests_of(plan: Plan, subject: Subject, planned: PlannedBatch) -> list[Request]:
     """The requests of a batch. They are the same for every side, except that the arm `prediction` gets a prediction."""
     first = plan.first_variant(planned.load, planned.round_)
     salt = f"{planned.side} {planned.task.name} {planned.load.label} {planned.round_}"
     return [
-        ask_of(plan, subject, planned.task, planned.task.prompt(v), planned.side, planned.warmup, salt)
+        request_of(plan, subject, planned.task, planned.task.prompt(v), planned.side, planned.warmup, salt)
         for v in range(first, first + planned.load.requests)
     ]
 
 
-def ask_of(plan: Plan, subject: Subject, task: Task, prompt: Prompt, side: int, warmup: bool, salt: str) -> Ask:
+def request_of(plan: Plan, subject: Subject, task: Task, prompt: Prompt, side: int, warmup: bool, salt: str) -> Request:
     """The request that a prompt becomes. Raises SettingError for random ids where the vocabulary is not known."""
     tokens = plan.max_tokens if prompt.max_tokens is None else prompt.max_tokens
     ids = None
@@ -84,7 +84,7 @@ def ask_of(plan: Plan, subject: Subject, task: Task, prompt: Prompt, side: int, 
         require(subject.ids is not None, "tasks", task.name, "random token ids need the vocabulary; give --tokenizer")
         assert subject.ids is not None
         ids = subject.ids(prompt)
-    return Ask(
+    return Request(
         prompt.name,
         max_tokens=min(tokens, plan.warmup_tokens) if warmup else tokens,
         messages=prompt.conversation,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from forerun.bench.engines.subject import Subject, ask_of
+from forerun.bench.engines.subject import Subject, request_of
 from forerun.bench.formats import duration
 from forerun.bench.load import sending as loads
 from forerun.bench.load.plan import Plan, PlannedBatch, arrivals_of, batches_of
@@ -51,11 +51,11 @@ async def pace_of(plan: Plan, subject: Subject, clock: Callable[[], float]) -> P
     await subject.up(side)
     prompt, answer = task.prompt(task.variants - 1), None
     for attempt in range(2):
-        ask = ask_of(plan, subject, task, prompt, 0, False, f"pace {attempt}")
-        ask = dataclasses.replace(ask, max_tokens=max(2, min(ask.max_tokens, TOKENS)))
+        request = request_of(plan, subject, task, prompt, 0, False, f"pace {attempt}")
+        request = dataclasses.replace(request, max_tokens=max(2, min(request.max_tokens, TOKENS)))
         await side.fresh()
         begin = clock()
-        answer = loads.answer_of(ask, await loads.exchange(side.endpoint, ask, begin, clock), begin)
+        answer = loads.answer_of(request, await loads.exchange(side.endpoint, request, begin, clock), begin)
         if answer.failed:
             return Failed(answer.reason or "")
     assert answer is not None

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from forerun.bench.engines.arms import BASELINE
-from forerun.bench.engines.endpoint import Ask, TokenLogprob
-from forerun.bench.engines.subject import Subject, ask_of, names
+from forerun.bench.engines.endpoint import Request, TokenLogprob
+from forerun.bench.engines.subject import Subject, names, request_of
 from forerun.bench.load import sending as loads
 from forerun.bench.load.plan import Plan
 from forerun.bench.records.record import Answer, Batch, Difference, FirstTokens, Load
@@ -58,11 +58,11 @@ async def _gap(
     """The baseline's margin at this position; None if it answers differently this time or gives no logprobs."""
     side = subject.sides[0]
     await subject.up(side)
-    ask = ask_of(plan, subject, task, prompt, 0, False, "gap")
-    ask = replace(ask, logprobs=2, max_tokens=position + 1 if by_token else ask.max_tokens)
+    request = request_of(plan, subject, task, prompt, 0, False, "gap")
+    request = replace(request, logprobs=2, max_tokens=position + 1 if by_token else request.max_tokens)
     now = clock()
-    exchange = await loads.exchange(side.endpoint, ask, now, clock)
-    answer = loads.answer_of(ask, exchange, now)
+    exchange = await loads.exchange(side.endpoint, request, now, clock)
+    answer = loads.answer_of(request, exchange, now)
     got = [one for piece in exchange.pieces for one in piece.logprobs]
     if answer.failed or not got:
         return None
@@ -87,12 +87,12 @@ async def draws(plan: Plan, subject: Subject, clock: Callable[[], float]) -> Asy
         await subject.up(side)
         for prompt in coin_tosses():
             first = plan.seed + 10_000 * (index + 1)
-            asks = [
-                Ask(prompt.name, 3, text=prompt.text, temperature=1.0, seed=first + i, ignore_eos=True)
+            requests = [
+                Request(prompt.name, 3, text=prompt.text, temperature=1.0, seed=first + i, ignore_eos=True)
                 for i in range(plan.samples)
             ]
-            together = max(load.concurrency for load in plan.loads)
-            answers, _ = await loads.drive(side.endpoint, asks, Load(concurrency=together, requests=plan.samples), None, clock)
+            load = Load(concurrency=max(one.concurrency for one in plan.loads), requests=plan.samples)
+            answers, _ = await loads.drive(side.endpoint, requests, load, None, clock)
             tokens = [" ".join(map(str, a.token_ids[:2])) or a.text for a in answers if not a.failed]
             yield FirstTokens(names(plan, subject)[index], prompt.name, 1.0, tuple(tokens))
 

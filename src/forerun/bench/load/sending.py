@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from forerun.bench.engines.endpoint import Ask, Endpoint, Piece, RequestFailed
+from forerun.bench.engines.endpoint import Endpoint, Piece, Request, RequestFailed
 from forerun.bench.engines.fields import joined, readable
 from forerun.bench.load.patience import Patience
 from forerun.bench.records.record import FINISHED, NOT_COUNTED, Answer, Chunk, Load
@@ -50,7 +50,7 @@ def arrivals(load: Load, seed: int, trace: Sequence[float] = ()) -> list[float] 
 
 async def drive(
     endpoint: Endpoint,
-    asks: Sequence[Ask],
+    requests: Sequence[Request],
     load: Load,
     due: Sequence[float] | None,
     clock: Callable[[], float] = time.perf_counter,
@@ -62,11 +62,11 @@ async def drive(
     gc.collect()
     gc.disable()  # a collection stops all streams, for longer the more samples are kept
     try:
-        sending = _Sending(endpoint, asks, clock, Patience() if patience is None else patience)
+        sending = _Sending(endpoint, requests, clock, Patience() if patience is None else patience)
         async with asyncio.TaskGroup() as group:
             if due is None:
-                waiting = iter(range(len(asks)))
-                for _ in range(min(load.concurrency, len(asks))):
+                waiting = iter(range(len(requests)))
+                for _ in range(min(load.concurrency, len(requests))):
                     group.create_task(sending.one_after_another(waiting))
             else:
                 for index, at in enumerate(due):
@@ -75,14 +75,15 @@ async def drive(
     finally:
         gc.enable()
     sending.patience.batch_ended()
-    return tuple(answer_of(ask, one, sending.begin) for ask, one in zip(asks, sending.exchanges(due), strict=True)), wall
+    exchanges = zip(requests, sending.exchanges(due), strict=True)
+    return tuple(answer_of(request, one, sending.begin) for request, one in exchanges), wall
 
 
 class _Sending:
     """The state of a batch during sending."""
 
-    def __init__(self, endpoint: Endpoint, asks: Sequence[Ask], clock: Callable[[], float], patience: Patience) -> None:
-        self._endpoint, self._asks, self._clock, self.patience = endpoint, asks, clock, patience
+    def __init__(self, endpoint: Endpoint, requests: Sequence[Request], clock: Callable[[], float], patience: Patience) -> None:
+        self._endpoint, self._requests, self._clock, self.patience = endpoint, requests, clock, patience
         self._done: dict[int, Exchange] = {}
         self._not_due: set[asyncio.Task[None]] = set()
         self.begin = clock()
@@ -109,7 +110,7 @@ class _Sending:
         await self._send(index, due)
 
     async def _send(self, index: int, due: float) -> None:
-        what = await exchange(self._endpoint, self._asks[index], due, self._clock)
+        what = await exchange(self._endpoint, self._requests[index], due, self._clock)
         self._done[index] = what
         self.patience.saw(what.failure, what.unanswered)
         if self.patience.lost is not None:
@@ -120,7 +121,7 @@ class _Sending:
     def exchanges(self, due: Sequence[float] | None) -> list[Exchange]:
         """The exchange of each request. Requests that were not sent have failed."""
         found = []
-        for index in range(len(self._asks)):
+        for index in range(len(self._requests)):
             at = self.begin + (0.0 if due is None else due[index])
             found.append(self._done.get(index) or Exchange(at, at, at, [], f"not sent: {self.patience.lost}"))
         return found
@@ -138,14 +139,14 @@ class Exchange(NamedTuple):
     unanswered: bool = False
 
 
-async def exchange(endpoint: Endpoint, ask: Ask, due: float, clock: Callable[[], float]) -> Exchange:
+async def exchange(endpoint: Endpoint, request: Request, due: float, clock: Callable[[], float]) -> Exchange:
     """Send one request and collect its pieces. Nothing is computed here, since that would delay the other streams. Every
     exception is a failure of this request alone."""
     sent = clock()
     pieces: list[Piece] = []
     failure, unanswered = None, False
     try:
-        async for piece in endpoint.generate(ask):
+        async for piece in endpoint.generate(request):
             pieces.append(piece)
     except RequestFailed as error:
         failure, unanswered = str(error), error.unanswered
@@ -154,7 +155,7 @@ async def exchange(endpoint: Endpoint, ask: Ask, due: float, clock: Callable[[],
     return Exchange(due, sent, clock(), pieces, failure, unanswered)
 
 
-def answer_of(ask: Ask, what: Exchange, begin: float) -> Answer:
+def answer_of(request: Request, what: Exchange, begin: float) -> Answer:
     """The answer in an exchange, with times from when the request was due. Its end is the last piece with content or a finish
     reason, not the end of the connection. A failed answer has a reason and is credited no tokens."""
     due, sent, end, pieces, failure, _ = what
@@ -167,7 +168,7 @@ def answer_of(ask: Ask, what: Exchange, begin: float) -> Answer:
     if (whole := joined(text)).count("�") > text.count("�"):
         notes.append("the text holds half of a character (a lone surrogate), which is � here")
     answer = Answer(
-        ask.name,
+        request.name,
         prompt_tokens=_last(pieces, "prompt_tokens", 0),
         token_ids=ids,
         finish_reason=FINISHES.get(reason, reason),
