@@ -202,7 +202,7 @@ def prompts_that_do_not_fit(plan: Plan, tokenizer: Tokenizer, context: int) -> t
 
 def _length(prompt: Prompt, task: Task, tokenizer: Tokenizer) -> int:
     """In tokens. Raises SettingError."""
-    messages = prompt.messages if prompt.message is None else ({"role": "user", "content": prompt.message},)
+    messages = prompt.conversation
     if messages is None:
         return len(tokenizer.encode(prompt.text)) if prompt.text is not None else prompt.random_ids
     try:

@@ -336,12 +336,12 @@ def said(error: BaseException) -> str:
 
 async def _settled(side: Side, before: ServerCounters | None, answers: Sequence[Answer]) -> ServerCounters | None:
     """The counters when they include the answers, or after COUNTERS_SETTLE_S."""
-    mine, until = sum(a.tokens for a in answers), time.monotonic() + COUNTERS_SETTLE_S
+    received, until = sum(a.tokens for a in answers), time.monotonic() + COUNTERS_SETTLE_S
     while True:
         after = await side.endpoint.counters()
         if before is None or after is None or after.generation_tokens is None or time.monotonic() > until:
             return after
-        if after.generation_tokens - (before.generation_tokens or 0.0) >= mine:
+        if after.generation_tokens - (before.generation_tokens or 0.0) >= received:
             return after
         await asyncio.sleep(0.05)
 
@@ -360,25 +360,25 @@ def judge(
     counted = None if before is None or after is None else difference(before, after)
     notes = []
     if before is not None and after is not None and counted is None:
-        notes.append("the server's counters fell during the batch: it was started anew, or another answered")
-    mine = sum(a.tokens for a in good)
+        notes.append("the server's counters fell during the batch: it was restarted, or another server answered")
+    received = sum(a.tokens for a in good)
     foreign = False
     if counted is not None and counted.generation_tokens is not None and len(good) == len(answers):
-        theirs = counted.generation_tokens
-        foreign = theirs > mine * (1 + TOLERANCE) + 2
+        produced = counted.generation_tokens
+        foreign = produced > received * (1 + TOLERANCE) + 2
         if foreign:
             notes.append(
-                f"the server produced {theirs:.0f} tokens during the batch and this client received {mine}: it has other "
+                f"the server produced {produced:.0f} tokens during the batch and this client received {received}: it has other "
                 "traffic, so its counters are not used and the times are not its own"
             )
-        elif theirs < mine * (1 - TOLERANCE) - 2:
-            notes.append(f"the server counted {theirs:.0f} tokens of the {mine} that this client received")
+        elif produced < received * (1 - TOLERANCE) - 2:
+            notes.append(f"the server counted {produced:.0f} tokens of the {received} that this client received")
     if good and len(known) == len([a for a in good if a.tokens > 1]):
         return total(known), tuple(notes)
     if not drafts or counted is None or foreign or counted.draft_tokens is None or len(good) < len(answers):
         return None, tuple(notes)
     accepted, drafting = int(counted.accepted_tokens or 0), int(counted.drafts or 0)
-    steps = max(mine - len(good) - accepted, drafting)
+    steps = max(received - len(good) - accepted, drafting)
     at = tuple(int(n) for n in counted.accepted_at)
     return Counts(steps, drafting, int(counted.draft_tokens), accepted, (), at), tuple(notes)
 

@@ -22,7 +22,7 @@ LOG = logging.getLogger("forerun")
 
 
 class InProcess:
-    """Steps the engine while it has work. The event loop stands still during a step, so a request that falls due then is added
+    """Steps the engine while it has work. The event loop is blocked during a step, so a request that falls due then is added
     after it. Its latency counts from when it was due.
 
     broken: the exception that the engine's owner raised. The engine's state is unknown then, and every request fails. Faults of

@@ -27,8 +27,9 @@ E = TypeVar("E", bound=Endpoint)
 
 
 class Side(Generic[E]):
-    """arm: what it is asked to be. settings: those in force, as far as they are known. facts: what the engine says of itself,
-    None until it was up once. A subclass provides `_start`, and `down` where something has to be ended."""
+    """What answers the requests of one arm. arm: its name and its settings as asked for. settings: the effective ones, as far
+    as they are known. facts: what the engine says of itself, None until it was up once. A subclass provides `_start`, and
+    `down` where something has to be ended."""
 
     def __init__(self, arm: Arm, settings: Mapping[str, Any] | None = None) -> None:
         self.arm, self.settings = arm, dict(settings or {})
