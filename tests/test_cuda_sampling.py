@@ -130,7 +130,7 @@ def test_floors_without_sorting(monkeypatch, kind: str) -> None:
     got = sampling.floors(logits, by)
     divisor = torch.where(temperature > 0, temperature, 1.0)
     given = (x[:, None] for x in (divisor, min_p, top_k.long(), top_p))
-    want = filters.thresholds(logits, *given, widest_k=vocab, nucleus=True, unbounded=True)
+    want = filters.thresholds(logits, *given, largest_k=vocab, any_top_p=True, unbounded=True)
     want = torch.where(temperature[:, None] > 0, want, -torch.inf)
     kept, wanted = logits >= got[:, None], logits >= want
     assert torch.equal(kept, wanted)

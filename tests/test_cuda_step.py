@@ -302,7 +302,7 @@ def test_one_graph_serves_all_filters(tmp_path) -> None:
     sampling, kv = SamplingState(slots.tokens, slots.length, target.vocab), target.kv_cache(9, 8)
     for slot, more in enumerate(({"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1, "presence_penalty": 0.5}, {})):
         params = SamplingParams(temperature=0.8, max_tokens=4, **more)
-        sampling.set(slot, Request(str(slot), (1, 2), params, 4, 7))
+        sampling.admit({slot: Request(str(slot), (1, 2), params, 4, 7)})
     for probs in (False, True):
         own = RowState(4, 30, 4, torch.device(DEVICE), 2, target.vocab if probs else None)
         cycle = FusedCycle(target, kv, own, sampling, None, False)

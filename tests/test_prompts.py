@@ -134,7 +134,7 @@ class State:
         self.slots.limit[:5] = 95
         for slot in range(5):
             params = SamplingParams(temperature=0.9 * (slot % 2), max_tokens=9)
-            self.sampling.set(slot, Request("r", (5,), params, 9, slot))
+            self.sampling.admit({slot: Request("r", (5,), params, 9, slot)})
         self.cycle = Cycle(self.poisoned, self.kv, self.slots, self.sampling, None, block=False)
 
     def prefill(self, key: Key, rows: list[tuple[int, int, int, int]]):  # type: ignore[no-untyped-def]

@@ -38,7 +38,7 @@ def state_of(*requests: Request, pool: list[int] | None = None, width: int = 40,
     tokens[:, : len(line)] = torch.tensor(line, dtype=torch.int64)
     state = SamplingState(tokens, torch.full((len(requests),), len(PROMPT) + len(OUTPUT)), vocab)
     for slot, one in enumerate(requests):
-        state.set(slot, one)
+        state.admit({slot: one})
     return state
 
 
@@ -243,24 +243,24 @@ def test_features_say_what_the_slots_use() -> None:
     assert state.features([1, 2]) == Features(sampled=True, top_k=8, top_p=True, min_p=True, unbounded=True)
     assert state.features([3]) == Features(bias=True, banned=True)  # no stop ids for min_tokens to hold off
     assert state.shape(LOGITS, torch.zeros(4, dtype=torch.int64), torch.full((4,), 5), state.features([0])) is LOGITS
-    state.clear(1)
+    state.admit({1: request(temperature=0)})
     assert state.features([0, 1]) == Features()
 
 
 def test_a_slot_keeps_nothing_of_its_last_request_and_tables_grow() -> None:
     heavy = request(**PARAMS["all"], seed=3)
     state = state_of(request(), heavy, request(logit_bias={1: 1.0}))
-    grown = state.grown
+    version = state.version
     sequences, bias = ((1, 2, 3, 4, 5), (3, 5), (6,), (7,)), {0: 1.0, 1: 2.0, 2: -3.0}
-    state.set(0, request(banned=sequences, logit_bias=bias, min_tokens=9, stop_ids=(1, 2, 3)))
-    assert state.grown > grown
+    state.admit({0: request(banned=sequences, logit_bias=bias, min_tokens=9, stop_ids=(1, 2, 3))})
+    assert state.version > version
     slot, position = torch.ones(1, dtype=torch.int64), torch.tensor([7])
     fresh = state_of(request(), heavy)
     want = reference(LOGITS[3].tolist(), [*PROMPT, *OUTPUT, *DRAFTS[:2]], heavy)
     for other in (state, fresh):  # the tables around it grew, its own entries stayed
         logits, features = shaped(other, LOGITS[3:4], slot, position)
         np.testing.assert_allclose(other.probs(logits, slot, features).numpy()[0], want, atol=2e-6)
-    state.set(1, request(seed=3))
+    state.admit({1: request(seed=3)})
     everything = state.features([0])._replace(penalties=True, sampled=True, top_k=8, top_p=True, unbounded=True, min_p=True)
     plain = state.shape(LOGITS[:1], slot, position, everything)
     assert torch.equal(plain, LOGITS[:1])  # work done for other rows changes nothing, to the bit
@@ -502,7 +502,7 @@ def test_cuda_gives_the_same_tokens_and_fits_a_graph() -> None:
     state = state_of(request(3, **PARAMS["all"]), request(4, temperature=0), request(5, top_p=0.9))
     device = SamplingState(state.tokens.cuda(), state.length.cuda(), V)
     for seed, (slot, params) in enumerate(((0, PARAMS["all"]), (1, {"temperature": 0}), (2, {"top_p": 0.9})), 3):
-        device.set(slot, request(seed, **params))
+        device.admit({slot: request(seed, **params)})
     slot, position = torch.tensor([0, 1, 2, 0]), torch.arange(5, 9)
     want = state.choose(*shaped(state, LOGITS, slot, position)[:1], slot, position, state.features(range(3)))
     logits, slot, position, features = LOGITS.cuda(), slot.cuda(), position.cuda(), device.features(range(3))

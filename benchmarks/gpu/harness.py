@@ -194,7 +194,7 @@ def step_ms(
     step, slot, k = it._step, list(range(rows)), [width] * rows
     params = SamplingParams(**({"temperature": 0} | (sampling or {})), max_tokens=8)
     for i in slot:
-        it.sampling.set(i, Request(str(i), (1, 2), params, 8, i))
+        it.sampling.admit({i: Request(str(i), (1, 2), params, 8, i)})
     key = decode_key(rows, width, drafts, step.cycle.features(slot))
     return median_ms(lambda: step.runner.run(key, [slot, k]), repeat, put_back)
 

@@ -74,7 +74,7 @@ class Graphs:
         self._inputs: dict[tuple[int, int], Tensor] = {}  # (what is given of a row, rows) -> all of it, [2 or 4,B]
         self._now: dict[tuple[int, int], Sequence[list[int]]] = {}  # what these hold
         self._shared: tuple[Any, torch.cuda.Stream] | None = None  # the graphs' memory pool, the stream they are recorded on
-        self._tables = cycle.sampling.grown
+        self._tables = cycle.sampling.version
         self._uses: dict[Key, int] = {}  # of launches that are not captured
         self._warm = False  # what is common is captured: from now on requests wait only for captures that pay
 
@@ -83,9 +83,9 @@ class Graphs:
         return self.seconds, self.bytes
 
     def run(self, key: Key, given: Sequence[list[int]]) -> Report:
-        if self._tables != self.cycle.sampling.grown:  # graphs that hold older tables of bans and biases are stale
+        if self._tables != self.cycle.sampling.version:  # graphs that hold older tables of bans and biases are stale
             self._graphs = {key: graph for key, graph in self._graphs.items() if not key.features.shaped}
-            self._tables = self.cycle.sampling.grown
+            self._tables = self.cycle.sampling.version
         if key not in self._graphs:
             self._uses[key] = self._uses.get(key, 0) + 1
             if self._warm and self._uses[key] <= UNCAPTURED:

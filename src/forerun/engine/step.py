@@ -103,8 +103,7 @@ class Step:
             self.state.apply(changes)
             admitted = {slot: one.request for slot, one in changes.items() if one is not None}
             if admitted:
-                at = send_integers(list(admitted), self.device)
-                self.cycle.sampling.give(at, admitted.keys(), list(admitted.values()))
+                self.cycle.sampling.admit(admitted)
         self.state.map_pages(new_pages(plan.rows))
         parts = []
         exact = False

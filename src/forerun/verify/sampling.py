@@ -1,6 +1,6 @@
-"""From the target's logits to its distribution: every sampling parameter, at every position of a block. Holds the
-parameters of the live sequences as tensors, one line (slot) for each, and reads the history from the token pool; it
-keeps no counts, so a rejected draft can never have been counted. It knows nothing of drafts or acceptance.
+"""From the target's logits to its distribution: every sampling parameter, at every position of a block. The parameters of the
+live sequences are tensors with a row for each slot; the history is read from the tokens in the state. No counts are kept, so a
+rejected draft can never have been counted. Nothing here knows of drafts or acceptance.
 
 Order, as in vLLM: logit_bias, banned sequences and min_tokens, then penalties (`shape`); temperature, min_p, top_k, top_p
 (`probs`, `choose`). Ties with the last token kept by a filter are kept, see filters.py.
@@ -9,7 +9,7 @@ Order, as in vLLM: logit_bias, banned sequences and min_tokens, then penalties (
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -23,15 +23,15 @@ from forerun.verify import filters
 from forerun.verify.noise import CHOOSE, draw, draw_row, signed, uniform
 
 BAN = -100.0  # a logit_bias this low bans the token
-ROOM = (64, 16, (16, 8))  # on a device: biases, held-off stops and banned sequences (and their tokens) of a slot at first
+ROOM = (64, 16, (16, 8))  # first sizes on a device, per slot: biases; stop tokens held off; banned sequences and their tokens
 BROKEN = -1  # in place of a token: the logits that it would be chosen from hold a NaN or an infinite largest value
 
 
 class Features(NamedTuple):
-    """What some rows of a batch use, so that the work of the rest is left out; all off is greedy and nothing else.
+    """Which sampling parameters some rows use; the work for the others is left out. All off is greedy decoding.
 
-    bias counts single banned tokens too; banned is longer sequences. top_k: the largest, rounded up to a power
-    of two (so that few values occur), 0 for none; unbounded: a top_p without a top_k, for which everything is ranked.
+    bias: logit_bias or single banned tokens; banned: longer banned sequences. top_k: the largest, rounded up to a power of two
+    (so that few values occur), 0 for none; unbounded: a top_p without a top_k, for which every token is ranked.
     """
 
     sampled: bool = False
@@ -54,9 +54,8 @@ class Features(NamedTuple):
 
 
 def check_request(request: Request, vocab: int) -> None:
-    """Raise SettingError for what could not be sampled: no prompt, ids outside the vocabulary, more tokens wanted at least than
-    at most, or bans that could leave no token at all (counting a banned sequence by its last id, and the stop tokens if
-    min_tokens holds them off)."""
+    """Raise SettingError for what could not be sampled: no prompt, ids outside the vocabulary, min_tokens above max_tokens, or
+    bans that could leave no token (a banned sequence counts as a ban of its last id, min_tokens as one of the stop tokens)."""
     params, last = request.params, vocab - 1
     require(len(request.prompt_ids) > 0, "prompt_ids", request.prompt_ids, f"give one token id or more, for instance [{last}]")
     require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "give 1 or more, for instance 256")
@@ -85,28 +84,28 @@ def check_request(request: Request, vocab: int) -> None:
 
 
 def _held_off(request: Request, vocab: int) -> list[int]:
-    """The stop tokens that may not come before min_tokens; an id outside the vocabulary can never be chosen anyway."""
+    """The stop tokens that may not come before min_tokens. Ids outside the vocabulary can never be chosen."""
     return [token for token in request.stop_ids if 0 <= token < vocab] if request.params.min_tokens else []
 
 
 class SamplingState:
-    """The sampling parameters of S slots. tokens [S,L], length [S]: the pool of engine/slots.py, read and never written.
+    """The sampling parameters of S slots. tokens [S,L], length [S]: of the state, read and never written.
 
-    The tables of bans and biases grow when a request needs wider ones; `grown` counts that, since a captured CUDA graph
-    holds the old ones. host: work row by row, doing what each row asks for only, instead of all rows at once in fixed
-    shapes; the default on the CPU. The two agree.
+    The tables of biases, stops and bans get wider when a request needs that. `version` counts these times, since a captured
+    CUDA graph holds the tables that there were before. host: work row by row and do only what each row asks for, instead of all
+    rows at once in fixed shapes; the default on the CPU. The two agree.
     """
 
     def __init__(self, tokens: Tensor, length: Tensor, vocab: int) -> None:
         count, device = tokens.shape[0], tokens.device
         self.tokens, self.length, self.vocab = tokens, length, vocab
-        # the numbers of a slot in one column for each dtype, so that one write fills it; each name's are a row, [S]
+        # one tensor for each dtype, so that one write fills all numbers of a slot; each name is a row of it, [S]
         self._whole = torch.zeros(4, count, dtype=torch.int64, device=device)
-        self._fine = torch.zeros(3, count, dtype=torch.float64, device=device)
+        self._double = torch.zeros(3, count, dtype=torch.float64, device=device)
         self._single = torch.zeros(3, count, dtype=torch.float32, device=device)
-        self.seed, self.prompt_len, self.top_k, self.min_tokens = (self._whole[i] for i in range(4))
-        self.temperature, self.top_p, self.min_p = (self._fine[i] for i in range(3))
-        self.repetition, self.presence, self.frequency = (self._single[i] for i in range(3))
+        self.seed, self.prompt_len, self.top_k, self.min_tokens = self._whole
+        self.temperature, self.top_p, self.min_p = self._double
+        self.repetition, self.presence, self.frequency = self._single
         self.top_p.fill_(1)
         self.repetition.fill_(1)
         self.host = device.type == "cpu"
@@ -115,69 +114,50 @@ class SamplingState:
         self.bias_values = torch.zeros(count, biases, device=device)  # [S,N]
         self.stop_ids = torch.full((count, stops), -1, dtype=torch.int64, device=device)  # [S,M], unused: -1
         self.banned = torch.full((count, *banned), -1, dtype=torch.int64, device=device)  # [S,W,Lw], right-aligned, unused: -1
-        self.grown = 0
+        self.version = 0
         self._features = [Features()] * count
-        self._listed: set[int] = set()  # slots that have entries in the tables above
+        self._listed: set[int] = set()  # slots that have entries in these tables
 
-    def set(self, slot: int, request: Request) -> None:
-        """The slot now belongs to the request. Raises SettingError as check_request does."""
-        self.give(send(np.array([slot]), self.seed.device), [slot], [request])
-
-    def give(self, at: Tensor, slots: Collection[int], requests: Sequence[Request]) -> None:
-        """These slots, all different, now belong to the requests; at: [A] int64, the same slots where the state lies.
-        Nothing waits for the device. Raises SettingError as check_request does."""
-        for request in requests:
-            check_request(request, self.vocab)
-        held = [_held_off(request, self.vocab) for request in requests]
+    def admit(self, requests: Mapping[int, Request]) -> None:
+        """These slots now belong to these requests. Nothing waits for the device. Raises SettingError as check_request does."""
         whole, fine = [], []
-        for request, stops in zip(requests, held, strict=True):
+        for request in requests.values():
+            check_request(request, self.vocab)
             params = request.params
-            early = params.min_tokens if stops else 0
+            early = params.min_tokens if _held_off(request, self.vocab) else 0
             whole.append((signed(request.seed), len(request.prompt_ids), max(params.top_k, 0), early))
             penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
             fine.append((params.temperature, params.top_p, params.min_p, *penalties))
-        self._write(at, np.array(whole, dtype=np.int64), np.array(fine, dtype=np.float64))
-        for slot, request, stops in zip(slots, requests, held, strict=True):
-            self._list(slot, request, stops)
+        slots = np.array([list(requests)], dtype=np.int64)
+        columns = np.array(whole, dtype=np.int64).T, np.array(fine, dtype=np.float64).T.copy().view(np.int64)
+        sent = send(np.concatenate((slots, *columns)), self.seed.device)  # [11,A]
+        at, (double, single) = sent[0], sent[5:].view(torch.float64).view(2, 3, -1)
+        self._whole.index_copy_(1, at, sent[1:5])
+        self._double.index_copy_(1, at, double)
+        self._single.index_copy_(1, at, single.float())
+        for slot, request in requests.items():
+            self._list(slot, request)
 
-    def clear(self, slot: int) -> None:
-        """The slot belongs to nobody: greedy with nothing else."""
-        at = send(np.array([slot]), self.seed.device)
-        self._write(at, np.zeros((1, 4), dtype=np.int64), np.array([[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]]))
-        self._unlist(slot)
-        self._features[slot] = Features()
-
-    def _write(self, at: Tensor, whole: np.ndarray, fine: np.ndarray) -> None:
-        """The numbers of slots `at`, [A,4] int64 and [A,6] float64, in the order that __init__ names them."""
-        packed = np.concatenate((whole.T.ravel(), fine.T.ravel().view(np.int64)))
-        sent = send(packed, at.device)
-        numbers = sent[whole.size :].view(torch.float64).view(6, -1)
-        self._whole.index_copy_(1, at, sent[: whole.size].view(4, -1))
-        self._fine.index_copy_(1, at, numbers[:3])
-        self._single.index_copy_(1, at, numbers[3:].float())
-
-    def _list(self, slot: int, request: Request, stops: list[int]) -> None:
-        """Write the request's entries in the tables of biases, bans and stops, and note what it uses. stops: those that
-        min_tokens holds off."""
-        self._unlist(slot)
+    def _list(self, slot: int, request: Request) -> None:
+        """Write the request's entries in the tables of biases, stops and bans, and note what it uses."""
+        if slot in self._listed:
+            self.bias_ids[slot], self.bias_values[slot] = 0, 0
+            self.stop_ids[slot], self.banned[slot] = -1, -1
         self._listed.add(slot)  # first: should anything fail from here on, the entries are still found and cleared
-        params, device = request.params, self.seed.device
+        params = request.params
         bias = {token: -math.inf if value <= BAN else value for token, value in (params.logit_bias or {}).items()}
         bias |= {sequence[0]: -math.inf for sequence in request.banned if len(sequence) == 1}
-        if bias:
-            self.bias_ids = self._widen(self.bias_ids, (len(bias),), 0)
-            self.bias_values = self._widen(self.bias_values, (len(bias),), 0)
-            self.bias_ids[slot, : len(bias)] = send(np.array(list(bias), dtype=np.int64), device)
-            self.bias_values[slot, : len(bias)] = send(np.array(list(bias.values()), dtype=np.float32), device)
-        if stops:
-            self.stop_ids = self._widen(self.stop_ids, (len(stops),), -1)
-            self.stop_ids[slot, : len(stops)] = send(np.array(stops, dtype=np.int64), device)
+        stops = _held_off(request, self.vocab)
         sequences = [sequence for sequence in request.banned if len(sequence) > 1]
+        if bias:
+            self.bias_ids = self._write(self.bias_ids, slot, np.array(list(bias), dtype=np.int64), 0)
+            self.bias_values = self._write(self.bias_values, slot, np.array(list(bias.values()), dtype=np.float32), 0)
+        if stops:
+            self.stop_ids = self._write(self.stop_ids, slot, np.array(stops, dtype=np.int64), -1)
         if sequences:
-            self.banned = self._widen(self.banned, (len(sequences), max(map(len, sequences))), -1)
-            width = self.banned.shape[2]
-            rows = [[-1] * (width - len(sequence)) + list(sequence) for sequence in sequences]
-            self.banned[slot, : len(rows)] = send(np.array(rows, dtype=np.int64), device)
+            longest = max(map(len, sequences))
+            rows = [[-1] * (longest - len(sequence)) + list(sequence) for sequence in sequences]
+            self.banned = self._write(self.banned, slot, np.array(rows, dtype=np.int64), -1)
         if not (bias or stops or sequences):
             self._listed.remove(slot)
         sampled = params.temperature > 0
@@ -194,26 +174,21 @@ class SamplingState:
             unbounded=top_p and top_k == 0,
         )
 
-    def _unlist(self, slot: int) -> None:
-        if slot in self._listed:
-            self.bias_ids[slot], self.bias_values[slot] = 0, 0
-            self.stop_ids[slot], self.banned[slot] = -1, -1
-            self._listed.remove(slot)
-
-    def _widen(self, table: Tensor, size: tuple[int, ...], fill: int) -> Tensor:
-        """The table [S, ...] with at least this size behind S, by powers of two, so that it seldom grows. Last
-        dimension padded on its left where there are two
-        (sequences are right-aligned), on its right where there is one."""
-        powers = [1 << (want - 1).bit_length() for want in size]
+    def _write(self, table: Tensor, slot: int, values: np.ndarray, fill: int) -> Tensor:
+        """The table [S, ...] with these values among the slot's entries, of which the others are unused. A table that is too
+        narrow is made wider, by powers of two so that this is rare. A single dimension is filled from the left; of two, the
+        last one is filled from the right."""
+        powers = [1 << (want - 1).bit_length() for want in values.shape]
         more = [max(want - have, 0) for want, have in zip(powers, table.shape[1:], strict=True)]
-        if not any(more):
-            return table
-        self.grown += 1
-        pad = [0, more[0]] if len(more) == 1 else [more[1], 0, 0, more[0]]
-        return F.pad(table, pad, value=fill)
+        if any(more):
+            self.version += 1
+            table = F.pad(table, [0, more[0]] if len(more) == 1 else [more[1], 0, 0, more[0]], value=fill)
+        row = table[slot, : len(values)]
+        (row if values.ndim == 1 else row[:, row.shape[1] - values.shape[1] :]).copy_(send(values, table.device))
+        return table
 
     def features(self, slots: Iterable[int]) -> Features:
-        """What these slots use together; from the host's own record."""
+        """What these slots use together, as the host knows it."""
         each = [self._features[slot] for slot in slots]
         return Features(*map(max, *each)) if len(each) > 1 else each[0] if each else Features()
 
@@ -225,10 +200,10 @@ class SamplingState:
         """The logits under bias, bans, min_tokens and penalties; [N,V] float32, [N], [N] -> [N,V]. The same tensor if none
         of them is on, else a new one.
 
-        position: the index in the token pool of the token being chosen; its history is what lies before it, drafts of
-        this step included. longest: no position is larger (0: unknown, the whole pool is read). Banned sequences
-        match across the end of the prompt. Penalties: repetition over the history divides positive logits and multiplies
-        negative ones; frequency (times the count) and presence over the output only are subtracted.
+        position: where the token that is chosen will stand in its slot. Its history is what lies before it, this step's drafts
+        included. longest: no position is larger (0: unknown, whole slots are read). Banned sequences match across the end of
+        the prompt. The repetition penalty divides positive logits of tokens in the history and multiplies negative ones; the
+        frequency penalty (times the count) and the presence penalty are subtracted for tokens of the output.
         """
         if not features.shaped:
             return logits
@@ -257,7 +232,7 @@ class SamplingState:
         at = torch.arange(longest, device=out.device)
         valid = at < position[:, None]  # [N,longest]
         history = self.tokens[slot, :longest]
-        # What is no history stands for the first token, which is: it is written again with the same value, counted 0 times.
+        # in place of what is no history stands the first token: its value is written once more, and it is counted 0 times
         history = torch.where(valid, history, history[:, :1])
         output = valid & (at >= self.prompt_len[slot][:, None])
         count = torch.zeros_like(out).scatter_add_(1, history, output.to(out.dtype)).gather(1, history)
@@ -268,18 +243,18 @@ class SamplingState:
         out.scatter_(1, history, value)
 
     def probs(self, shaped: Tensor, slot: Tensor, features: Features, floor: Tensor | None = None) -> Tensor:
-        """The target's distribution after temperature, min_p, top_k and top_p; [N,V], [N] -> [N,V] float32. floor: [N,1], the
-        smallest logits that the filters leave, if the caller has them. Greedy rows
-        are one-hot at the argmax, and so is a row whose logits are `broken`."""
+        """The target's distribution after temperature, min_p, top_k and top_p; [N,V], [N] -> [N,V] float32. Greedy rows are
+        one-hot at the argmax, and so are rows whose logits are `broken`. floor: [N,1], the smallest logit of each row that the
+        filters leave, if the caller has it."""
         best = torch.zeros_like(shaped).scatter_(1, shaped.argmax(-1, keepdim=True), 1.0)
         if not features.sampled:
             return best
         temperature = self.temperature[slot][:, None]  # [N,1]
-        heat = torch.where(temperature > 0, temperature, 1.0)
+        divisor = torch.where(temperature > 0, temperature, 1.0)
         top = shaped.amax(-1, keepdim=True)
-        scaled = (shaped - top) / heat.to(shaped.dtype)  # largest 0: no temperature overflows
+        scaled = (shaped - top) / divisor.to(shaped.dtype)  # largest 0: no temperature overflows
         if features.filtered:
-            floor = self._floor(shaped, slot, heat, features) if floor is None else floor
+            floor = self._floor(shaped, slot, divisor, features) if floor is None else floor
             scaled = torch.where(shaped >= floor, scaled, -math.inf)
         return torch.where((temperature > 0) & top.isfinite(), scaled.softmax(-1), best)
 
@@ -288,12 +263,13 @@ class SamplingState:
         """Whether no token can be chosen from logits: they hold a NaN, or the largest is infinite; [N,V] -> [N] bool."""
         return ~shaped.amax(-1).isfinite()
 
-    def _floor(self, shaped: Tensor, slot: Tensor, heat: Tensor, features: Features) -> Tensor:
-        """The smallest logit that the filters leave each row, [N,1]."""
+    def _floor(self, shaped: Tensor, slot: Tensor, temperature: Tensor, features: Features) -> Tensor:
+        """The smallest logit that the filters leave each row, [N,1]. temperature: [N,1], above 0."""
         min_p, top_k, top_p = (column[slot][:, None] for column in (self.min_p, self.top_k, self.top_p))
         if not self.host:
-            return filters.thresholds(shaped, heat, min_p, top_k, top_p, features.top_k, features.top_p, features.unbounded)
-        settings = [column[:, 0].tolist() for column in (heat, min_p, top_k, top_p)]
+            use = (features.top_k, features.top_p, features.unbounded)
+            return filters.thresholds(shaped, temperature, min_p, top_k, top_p, *use)
+        settings = [column[:, 0].tolist() for column in (temperature, min_p, top_k, top_p)]
         floors = [filters.threshold(row, *setting) for row, *setting in zip(shaped.numpy(), *settings, strict=True)]
         return torch.from_numpy(np.array(floors, dtype=np.float32))[:, None]
 
@@ -309,7 +285,7 @@ class SamplingState:
         return torch.where(self.broken(shaped), BROKEN, choice)
 
     def _choose_on_host(self, shaped: Tensor, slot: Tensor, position: Tensor, features: Features) -> Tensor:
-        """The same row by row, with the work that each row asks for only."""
+        """The same row by row, doing only what each row asks for."""
         logits = shaped.numpy()
         choice = logits.argmax(-1)  # [N], of a NaN if there is one
         tops = np.take_along_axis(logits, choice[:, None], 1)[:, 0]
@@ -332,7 +308,7 @@ class SamplingState:
 
 
 def _ban_where(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """-inf where true, to be added: entries that ban nothing may then name any token."""
+    """-inf where true and 0 elsewhere, to be added to logits: an entry that bans nothing may name any token."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
 
 
