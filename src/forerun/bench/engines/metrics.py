@@ -60,9 +60,9 @@ def counters_of(metrics: Metrics, text: str) -> ServerCounters:
 
 def kv_tokens_of(metrics: Metrics | None, text: str) -> int | None:
     """The capacity of the KV cache in tokens, None if the metrics do not hold it."""
-    metric, label = (metrics and metrics.kv_tokens) or (None, None)
+    metric, *label = (metrics and metrics.kv_tokens) or (None,)
     for sample in parse(text):
-        value = sample.value if label is None else _number(sample.labels.get(label, ""))
+        value = _number(sample.labels.get(label[0], "")) if label else sample.value
         if sample.name == metric and value is not None:
             return int(value)
     return None
