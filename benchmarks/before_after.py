@@ -4,8 +4,9 @@
     python benchmarks/before_after.py --before ../before --after . [--device cuda] [--out FILE] [--rounds 5]
 
 Each tree runs in a process of its own, which keeps its engines. Both answer the same requests, B A A B, after a warm-up of
-each; one process works at a time. A cell's figure is the median of the paired ratios of tokens/s, after over before. On the CPU
-the default model answers texts; on CUDA random weights of real shapes answer random and repeating tokens.
+each; one process works at a time. Each round has prompts of its own, since one prompt's answer may repeat itself by chance. A
+cell's figure is the median of the paired ratios of tokens/s, after over before; in brackets the tokens of a verify step. On
+the CPU the default model answers texts; on CUDA random weights of real shapes answer random and repeating tokens.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ class Served:
         self.made: dict[str, Any] = {}
         self.models: dict[Any, Any] = {}
 
-    def run(self, cell: Cell) -> float:
-        """Answers the cell's requests; tokens/s."""
+    def run(self, cell: Cell) -> tuple[float, float]:
+        """Answers the cell's requests; tokens/s, and tokens of a verify step."""
         key = json.dumps([cell["model"], cell["drafter"]])
         if key not in self.made:
             self.made[key] = self._llm(cell["drafter"]) if cell["model"] is None else self._engine(cell)
         return self.made[key](cell)
 
-    def _llm(self, drafter: Any) -> Callable[[Cell], float]:
+    def _llm(self, drafter: Any) -> Callable[[Cell], tuple[float, float]]:
         from forerun.llm import LLM
         from forerun.types import SamplingParams
 
@@ -79,22 +80,23 @@ class Served:
             "long": source * 42,
         }
 
-        def run(cell: Cell) -> float:
+        def run(cell: Cell) -> tuple[float, float]:
             llm.clear_prefix_cache()
+            llm.reset_stats()
             params = SamplingParams(max_tokens=cell["tokens"], ignore_eos=True, **({"temperature": 0.0} | cell["sampling"]))
-            prompts = [f"{texts[cell['kind']]} {i}" for i in range(cell["requests"])]
+            prompts = [f"{texts[cell['kind']]} {10 * cell['round'] + i}" for i in range(cell["requests"])]
             start = time.perf_counter()
             made = sum(len(one.token_ids) for one in llm.generate(prompts, params))
-            return made / (time.perf_counter() - start)
+            return made / (time.perf_counter() - start), llm.stats.drafts.acceptance_length or 1.0
 
         return run
 
-    def _engine(self, cell: Cell) -> Callable[[Cell], float]:
+    def _engine(self, cell: Cell) -> Callable[[Cell], tuple[float, float]]:
         import torch
 
         import forerun.drafters.table as table
         from forerun.config import EngineConfig, Speculation
-        from forerun.engine.engine import Engine
+        from forerun.engine.engine import Engine, EngineStats
         from forerun.models.config import ModelConfig, Rope
         from forerun.models.decoder import Target
         from forerun.types import Request, SamplingParams
@@ -118,9 +120,10 @@ class Served:
         it = Engine(target, settings, make, NoText, True)
         it.warm_up()
 
-        def run(cell: Cell) -> float:
+        def run(cell: Cell) -> tuple[float, float]:
             it.scheduler.pages.clear()
-            generator = torch.Generator().manual_seed(1)
+            it.stats = EngineStats()
+            generator = torch.Generator().manual_seed(cell["round"])
             n = cell["tokens"]
             params = SamplingParams(max_tokens=n, **({"temperature": 0.0} | cell["sampling"]))
             torch.cuda.synchronize()
@@ -134,7 +137,8 @@ class Served:
                 it.add(Request(str(i), tuple(ids), params, n, i))
             while it.has_work:
                 it.step()
-            return cell["requests"] * n / (time.perf_counter() - start)
+            rate = cell["requests"] * n / (time.perf_counter() - start)
+            return rate, it.stats.drafts.acceptance_length or 1.0
 
         return run
 
@@ -153,7 +157,7 @@ class NoText:
 
 
 def serve(device: str) -> None:
-    """The child: a cell a line on standard input, tokens/s a line on standard output."""
+    """The child: a cell a line on standard input, its figures a line on standard output."""
     served = Served(device)
     for line in sys.stdin:
         print(json.dumps(served.run(json.loads(line))), flush=True)
@@ -166,11 +170,12 @@ class Tree:
         pipe = subprocess.PIPE
         self.child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": source}, stdin=pipe, stdout=pipe, text=True)
 
-    def __call__(self, cell: Cell) -> float:
+    def __call__(self, cell: Cell) -> tuple[float, float]:
         assert self.child.stdin is not None and self.child.stdout is not None
         self.child.stdin.write(json.dumps(cell) + "\n")
         self.child.stdin.flush()
-        return float(json.loads(self.child.stdout.readline()))
+        rate, length = json.loads(self.child.stdout.readline())
+        return rate, length
 
 
 def main() -> None:
@@ -194,14 +199,18 @@ def main() -> None:
         if given.only not in cell["name"]:
             continue
         samples: dict[str, list[float]] = {name: [] for name in trees}
+        lengths: dict[str, list[float]] = {name: [] for name in trees}
         for i in range(given.rounds + 1):
             for name in list(trees) if i % 2 else list(trees)[::-1]:
-                rate = trees[name](cell)
-                samples[name] += [rate] if i else []
-        ratios = [a / b for a, b in zip(samples["after"], samples["before"], strict=True)]
-        found.append({"cell": cell["name"], "ratio": statistics.median(ratios), "tokens_per_s": samples})
+                rate, length = trees[name](cell | {"round": i})
+                if i:
+                    samples[name].append(rate)
+                    lengths[name].append(length)
+        ratio = statistics.median(a / b for a, b in zip(samples["after"], samples["before"], strict=True))
+        found.append({"cell": cell["name"], "ratio": ratio, "tokens_per_s": samples, "tokens_per_step": lengths})
         rates = [statistics.median(samples[name]) for name in trees]
-        print(f"{cell['name']:<55} {rates[0]:9.1f} {rates[1]:9.1f}  {statistics.median(ratios):.3f}", flush=True)
+        steps = [statistics.mean(lengths[name]) for name in trees]
+        print(f"{cell['name']:<55} {rates[0]:9.1f} {rates[1]:9.1f}  {ratio:.3f}  ({steps[0]:.2f} {steps[1]:.2f})", flush=True)
         if given.out is not None:
             known = {"date": time.strftime("%Y-%m-%d"), "machine": platform.processor() or platform.machine()}
             text = json.dumps({**known, "device": given.device, "cells": found}, indent=1)
