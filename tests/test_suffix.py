@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forerun.config import Speculation
 from forerun.drafters import Rows
-from forerun.drafters.suffix import TEXT, Node, OwnTree, SharedTree, Suffix, speculate, tree_size
+from forerun.drafters.suffix import TEXT, Node, OwnTree, SharedTree, Suffix, speculate
 from forerun.engine.state import RowState
 from forerun.types import Request, SamplingParams
 
@@ -63,6 +63,20 @@ def naive(
                 if score > best[2]:
                     best = (tokens, length, score)
     return best
+
+
+def tree_size(root: Node) -> tuple[int, int]:
+    """How many nodes and leaves are below root."""
+    nodes = leaves = 0
+    stack = [root]
+    while stack:
+        for child in stack.pop().children.values():
+            if isinstance(child, int):
+                leaves += 1
+            else:
+                nodes += 1
+                stack.append(child)
+    return nodes, leaves
 
 
 def own_tree(text: list[int], depth: int) -> OwnTree:

@@ -1,4 +1,4 @@
-"""What the drafters that run on the host share: handing lists of token ids over as a Draft. No kind of drafting is here."""
+"""What the drafters on the host share: lists of token ids become a Draft. No way of drafting is here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from forerun.types import Draft
 
 
 def pack(drafts: Sequence[Sequence[int]], width: int, vocab: int) -> Draft:
-    """The drafts of B rows as point masses: tokens [B,width], size [B], on the CPU.
-
-    Each draft holds at most width ids; it is cut before the first id that the tokenizer lacks (>= vocab).
-    """
+    """The drafts of B rows as point masses: tokens [B,width], size [B], on the CPU. Each draft holds at most width ids. It is
+    cut before the first id that the tokenizer lacks (>= vocab)."""
     rows, sizes = [], []
     for draft in drafts:
         row = [int(t) for t in draft]

@@ -1,8 +1,10 @@
 """Prompt look-up: propose what followed the last few tokens the first time they occurred in prompt + output.
 
-Semantics are vLLM's `ngram`: of the suffixes of length min_n .. max_n that occurred before, the longest; of its
-occurrences the earliest; then up to k tokens behind it, fewer where the context ends. The earlier occurrence may overlap
-the suffix. Two forms that agree: NgramIndex on the host, and `match` on tensors of fixed shape. Neither knows the model.
+The rule is that of vLLM's `ngram`: take the longest suffix of min_n .. max_n tokens that occurred before, and its earliest
+occurrence; draft up to k tokens behind it, fewer where the context ends. The earlier occurrence may overlap the suffix.
+
+Two forms that agree: NgramIndex on the host, and `match` on tensors of fixed shape. One does not serve: the index takes a time
+that does not depend on the context, and `match` needs no host (docs/log.md has figures). Neither knows the model.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from forerun.drafters import Needs, Rows, RowState, Stateless
 from forerun.drafters.host import pack
 from forerun.types import Draft, Request
 
-WORD = 4  # bytes of a token id in the keys of the index
+WORD = 4  # bytes of a token id in the index's keys
 
 
 class NgramIndex:
@@ -28,7 +30,7 @@ class NgramIndex:
         self.size = 0
 
     def catch_up(self, text: np.ndarray) -> None:
-        """Index the tokens of text, [N] integers, past those seen before; what was seen before must not have changed."""
+        """Index the new tokens of text, [N] integers; those indexed before must be the same."""
         if len(text) <= self.size:
             return
         base = max(0, self.size - self.lengths.stop + 2)  # max_n - 1 tokens back: the longest n-gram with a new end
@@ -39,12 +41,12 @@ class NgramIndex:
             if first:
                 for key, end in zip(keys, ends, strict=True):
                     first.setdefault(key, end)
-            else:  # the prompt, in one go: backwards, so that the earliest end is the one that stays
+            else:  # the prompt at once, backwards, so that the earliest end is the last one written
                 first.update(zip(reversed(keys), reversed(ends), strict=True))
         self.size = len(text)
 
     def find(self, text: np.ndarray) -> int | None:
-        """Where the earliest earlier occurrence of the longest suffix ends, or None. text is what was indexed."""
+        """Where the earliest occurrence of the longest suffix ends, None if none occurred before. text: what was indexed."""
         for n in reversed(self.lengths):
             if n < len(text):
                 end = self.first[n][text[-n:].astype("<i4").tobytes()]  # the suffix itself is indexed, so it is there
@@ -53,17 +55,17 @@ class NgramIndex:
         return None
 
     def propose(self, text: np.ndarray, k: int) -> list[int]:
-        """Up to k tokens expected behind text, [N] integers, after indexing what is new of it."""
+        """Index what is new of text, [N] integers, and draft up to k tokens behind it."""
         self.catch_up(text)
         end = self.find(text)
         return [] if end is None else text[end : end + k].tolist()
 
 
 def match(tokens: Tensor, length: Tensor, min_n: int, max_n: int, k: int) -> tuple[Tensor, Tensor]:
-    """The same look-up without a host synchronisation: tokens [B,L], length [B] -> drafts [B,k], size [B].
+    """The same look-up without waiting for the device: tokens [B,L], length [B] -> drafts [B,k], size [B].
 
-    Counts at every position how many tokens before it agree with the suffix, read backwards: max_n comparisons of [B,L],
-    whatever min_n. What lies past a row's length or a draft's size is not looked at and means nothing.
+    For every position it counts how many tokens before it agree with the suffix, from the last one backwards: max_n comparisons
+    of [B,L]. Tokens past a row's length have no effect; drafts past a row's size are undefined.
     """
     width = tokens.shape[1]
     length = length[:, None]  # [B,1]
@@ -75,7 +77,7 @@ def match(tokens: Tensor, length: Tensor, min_n: int, max_n: int, k: int) -> tup
         alive = alive & (end > back)
         alive[:, back:] &= tokens[:, : width - back] == last
         run += alive
-    # the longest run, then the earliest end: one key, as argmax promises nothing among equals
+    # the longest run first, then the earliest end, in one number: the index of a maximum among equals is undefined
     key = torch.where(run >= min_n, run * (width + 1) + (width - end), -1)  # [B,L]
     best, index = key.max(1, keepdim=True)  # [B,1]
     at = index + 1 + torch.arange(k, device=tokens.device)  # [B,k]
@@ -84,7 +86,7 @@ def match(tokens: Tensor, length: Tensor, min_n: int, max_n: int, k: int) -> tup
 
 
 class Ngram(Stateless):
-    """The look-up on the host, for slots on the CPU. Indexes lazily, in propose."""
+    """The look-up on the host. It indexes what is new when a draft is asked for."""
 
     needs = Needs()
 
@@ -111,7 +113,7 @@ class Ngram(Stateless):
 
 
 class DeviceNgram(Stateless):
-    """The look-up as tensor operations of fixed shape on the slots' device; on the CPU it is the twin of Ngram."""
+    """The look-up as tensor operations of fixed shape, on any device."""
 
     def __init__(self, state: RowState, speculation: Speculation, vocab: int) -> None:
         assert speculation.prompt_lookup_min is not None and speculation.prompt_lookup_max is not None

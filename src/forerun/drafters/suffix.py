@@ -1,22 +1,25 @@
-"""Suffix decoding [Oliaro et al. 2411.04975]: propose what most often followed the last few tokens, in this request's
-prompt and output and in earlier requests' outputs.
+"""Suffix decoding [Oliaro et al. 2411.04975]: draft what most often followed the last few tokens, in this request's prompt
+and output and in the outputs of earlier requests.
 
-Two trees of depth D hold every stretch of up to D tokens with the number of times it occurred:
+Two suffix trees of depth D hold every stretch of up to D tokens and how often it occurred:
 
-    OwnTree      one growing text (prompt + output); a token is added in O(D)
-    SharedTree   whole texts (outputs of finished requests), first in, first out; a removed text leaves nothing behind
+    OwnTree      one growing text (prompt + output); adding a token takes O(D)
+    SharedTree   whole texts (outputs of finished requests), first in, first out; removing a text removes its counts
 
-Both are path-compressed, with at most one node for each token held, and in both a stretch that occurred once is no node
-but a leaf: the position in the text from where the text itself goes on.
-For every suffix of the context that occurs (lengths 1 .. D-1, the whole context included) the walk goes on from its
-place along the most frequent child, of equals the one seen last, while the product of relative frequencies (of those
-occurrences that went on) stays at or above min_prob; at most factor * length and k tokens. The walk with the largest
-sum of those products wins; of equals the longer match, then the request's own tree.
+Both are path-compressed and have at most one node for each token held. A stretch that occurred once has no node but a leaf: the
+position in the text at which it goes on.
 
-Privacy: the shared tree carries text from one request to others. It cannot change what they say (drafts are verified),
-but how fast a request goes can tell its sender that somebody's output went the same way before.
-suffix_decoding_max_cached_requests = 0 turns the shared tree off. A request's output enters it when the request ends;
-prompts never do.
+For every suffix of the context that occurs in a tree (1 .. D-1 tokens) a walk starts where the suffix ends. It follows the most
+frequent child, of equally frequent ones the latest, while the path probability stays at or above min_prob: the product
+of the relative frequencies among the occurrences that went on. It takes at most factor * length of the suffix, and k, tokens.
+The draft is the walk with the largest sum of path probabilities; of equal ones that of the longer suffix, then of the own tree.
+
+The two trees are built in different ways, so they share the walk and not the insertion: the own tree counts suffixes whose
+continuation is not known yet; the shared one takes a whole text and compares slices, and can remove it again.
+
+Privacy: the shared tree carries text from one request to others. It cannot change their outputs (drafts are verified), but the
+speed of a request can show its sender that an earlier output went the same way. suffix_decoding_max_cached_requests = 0
+turns the shared tree off. A request's output enters it when the request ends; prompts never do.
 """
 
 from __future__ import annotations
@@ -35,31 +38,31 @@ INDEX = (1 << TEXT) - 1
 
 
 class Node:
-    """A stretch that occurred `count` >= 2 times, of which `follow` went on into a child. The last `length` tokens of the
-    stretch are the edge that leads here; `at` is where that edge begins in one of the stretch's occurrences."""
+    """A stretch that occurred `count` >= 2 times; `follow` of these went on into a child. The edge that leads here is the last
+    `length` tokens of the stretch; `at` is where that edge begins in one of its occurrences."""
 
     __slots__ = ("at", "best", "children", "count", "follow", "length")
 
     def __init__(self, at: int, length: int, count: int) -> None:
         self.at, self.length, self.count = at, length, count
         self.follow = 0
-        self.best: int | None = None  # first token of the most frequent child, None: not known
+        self.best: int | None = None  # the first token of the most frequent child, None: not known
         self.children: dict[int, Node | int] = {}  # first token -> node, or leaf: where its edge begins
 
     def favour(self, token: int, count: int) -> None:
-        """The child of this token has just occurred, for the count-th time."""
+        """The child with this first token has just occurred for the count-th time."""
         if self.best is not None and self.best != token and count >= count_of(self.children[self.best]):
             self.best = token
 
     def favourite(self) -> int:
-        """The token of the most frequent child, of equals the one that occurred last. There is a child."""
+        """The first token of the most frequent child, of equally frequent ones the latest. There must be a child."""
         if self.best is None:
             self.best = max(self.children, key=lambda token: rank(self.children[token]))
         return self.best
 
 
 class Place(NamedTuple):
-    """Where a match ends: `past` tokens into the edge of a node or of a leaf."""
+    """Where a match ends: `past` tokens into the edge of a node or leaf."""
 
     edge: Node | int
     past: int
@@ -71,20 +74,6 @@ def count_of(child: Node | int) -> int:
 
 def rank(child: Node | int) -> tuple[int, int]:
     return (1, child) if isinstance(child, int) else (child.count, child.at)
-
-
-def tree_size(root: Node) -> tuple[int, int]:
-    """How many nodes and leaves are below root."""
-    nodes = leaves = 0
-    stack = [root]
-    while stack:
-        for child in stack.pop().children.values():
-            if isinstance(child, int):
-                leaves += 1
-            else:
-                nodes += 1
-                stack.append(child)
-    return nodes, leaves
 
 
 def walk(texts: dict[int, array[int]], place: Place, limit: int, min_prob: float) -> tuple[list[int], float]:
@@ -113,16 +102,17 @@ def walk(texts: dict[int, array[int]], place: Place, limit: int, min_prob: float
 
 
 class OwnTree:
-    """The stretches of one text that grows at its end. A node's `at` is in the stretch's first occurrence, which is the
-    one that has come furthest, so that an edge may reach past what is known yet; its length is then up to the depth."""
+    """The stretches of one text that grows at its end. A node's `at` is in the first occurrence of the stretch, behind which
+    most text is known. An edge may reach past the end of the text; its length is then what is left to the depth."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.text: array[int] = array("i")
         self.texts = {0: self.text}
         self.root = Node(0, 0, 0)
-        self.active: list[tuple[Node, int]] = [(self.root, 0)]  # where the text's suffixes of length 0, 1, .. end (node,
-        # tokens into its edge), as far as they occurred before; a suffix counts in a node as soon as it enters its edge
+        # where the text's suffixes of 0, 1, .. tokens end (node, tokens into its edge), up to the longest one that occurred
+        # before; a suffix is counted in a node as soon as it enters the node's edge
+        self.active: list[tuple[Node, int]] = [(self.root, 0)]
 
     def append(self, token: int) -> None:
         at = len(self.text)
@@ -140,7 +130,7 @@ class OwnTree:
                 continue
             node.follow += 1
             child = node.children.get(token)
-            if child is None:  # and every longer suffix is new too
+            if child is None:  # every longer suffix is new too
                 node.children[token] = at
                 node.favour(token, 1)
                 continue
@@ -154,8 +144,8 @@ class OwnTree:
     def _split(
         self, node: Node, past: int, active: list[tuple[Node, int]], before: list[tuple[Node, int]], length: int
     ) -> None:
-        """End node's edge after past tokens, where the suffix of this length leaves it, and put the rest into a child.
-        Shorter suffixes (active, a token further on already) are not past that place, longer ones (before) are."""
+        """End the node's edge after `past` tokens, where the suffix of this length leaves it, and put the rest into a child.
+        Shorter suffixes (in active, with the new token) have not passed that place, longer ones (in before) have."""
         count = node.count - 1 - sum(edge is node for edge, _ in active)
         rest: Node | int = node.at + past
         first = self.text[node.at + past]
@@ -168,13 +158,13 @@ class OwnTree:
         node.length, node.follow, node.best, node.children = past, count, first, {first: rest}
 
     def matches(self) -> list[Place]:
-        """Where the suffixes of length 1, 2, .. end that occurred before; those of depth tokens have nothing behind."""
+        """Where the suffixes of 1, 2, .. tokens end that occurred before; nothing is known behind more than depth - 1."""
         return [Place(node, past) for node, past in self.active[1 : self.depth]]
 
 
 class SharedTree:
-    """The stretches of at most max_texts whole texts; adding one more removes the oldest. A node's `at` is in the
-    stretch's latest occurrence."""
+    """The stretches of at most max_texts whole texts; adding one more removes the oldest. A node's `at` is in the latest
+    occurrence of the stretch, which is removed last."""
 
     def __init__(self, depth: int, max_texts: int) -> None:
         self.depth, self.max_texts = depth, max_texts
@@ -193,7 +183,7 @@ class SharedTree:
         self.added += 1
 
     def matches(self, context: Sequence[int]) -> list[Place]:
-        """Where the suffixes of context of length 1, 2, .. end that occur, up to depth - 1."""
+        """Where the context's suffixes of 1, 2, .. tokens end that occur, up to depth - 1."""
         places: list[Place] = []
         for length in range(1, min(len(context), self.depth - 1) + 1):
             place = self._find(context[len(context) - length :])
@@ -231,7 +221,7 @@ class SharedTree:
         return next(n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
 
     def _insert(self, number: int, start: int) -> None:
-        """Count the stretch of depth tokens from start on, or as many as there are."""
+        """Count the stretch of depth tokens from start on, or of fewer at the text's end."""
         text = self.texts[number]
         at, end = (number << TEXT) + start, (number << TEXT) + min(start + self.depth, len(text))
         node, begin = self.root, at
@@ -260,7 +250,7 @@ class SharedTree:
             node = child
 
     def _split(self, child: Node | int, at: int, same: int, room: int, count: int) -> Node:
-        """A node `same` tokens into the edge of child, which is room tokens long. at: the occurrence now being counted."""
+        """A new node `same` tokens into the child's edge, which has room tokens. at: the occurrence that is being counted."""
         upper = Node(at, same, count)
         if same < room:
             rest = child + same if isinstance(child, int) else child.at + same
@@ -271,7 +261,7 @@ class SharedTree:
         return upper
 
     def _remove_oldest(self) -> None:
-        """As occurrences go in the order in which they came, the latest of a node's is always one still held."""
+        """Occurrences are removed in the order in which they were added, so a node's latest one is still there."""
         number = next(iter(self.texts))
         for start in range(len(self.texts[number])):
             self._discount(number, start)
@@ -313,7 +303,7 @@ class Guess(NamedTuple):
 
 
 def speculate(own: OwnTree, shared: SharedTree | None, k: int, factor: float, min_prob: float) -> Guess:
-    """The best draft of at most k tokens behind own's text; see above for what is best."""
+    """The best draft of at most k tokens behind the own text, as defined above."""
     depth = own.depth
     sources = [(own.texts, own.matches())]
     if shared is not None:
@@ -333,7 +323,7 @@ def speculate(own: OwnTree, shared: SharedTree | None, k: int, factor: float, mi
 
 
 class Suffix(Stateless):
-    """Suffix decoding for slots on the CPU. Indexes lazily, in propose."""
+    """Suffix decoding on the host. It adds what is new to a tree when a draft is asked for."""
 
     needs = Needs()
 
@@ -357,7 +347,7 @@ class Suffix(Stateless):
         del self.own[slot], self.prompt_size[slot]
 
     def restart(self) -> None:
-        """The shared tree may be half written: it begins anew."""
+        """The shared tree may be half written, so a new one takes its place."""
         self.shared = SharedTree(self.depth, self.cached) if self.cached else None
         self.own, self.prompt_size = {}, {}
 

@@ -1,5 +1,5 @@
-"""Verification: the target's distribution from its logits (sampling.py, filters.py), the randomness (noise.py) and the
-rules that accept or reject drafts (accept.py). Nothing here knows how drafts are made or what is done with a verdict.
+"""Verification: the target's distribution from its logits (sampling.py, filters.py), the randomness (noise.py) and the rules
+that accept or reject drafts (accept.py). Nothing here knows how drafts are made or what happens after a verdict.
 """
 
 from forerun.verify.accept import accept_block, accept_matching, accept_ratio

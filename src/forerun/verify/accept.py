@@ -1,8 +1,8 @@
-"""The lossless acceptance rules: from a draft and what the target says at its k+1 positions to the tokens that are
-committed. Pure functions of tensors of fixed shape, with no read-back to the host, so that a CUDA graph may hold them.
-They know nothing of requests or sampling parameters.
+"""The lossless acceptance rules: from a draft and the target's distributions at its k+1 positions to the committed tokens. They
+are pure functions of tensors of fixed shape and read nothing back to the host, so a CUDA graph may hold them. They know nothing
+of requests or sampling parameters.
 
-In every rule a row drafts its first `size` tokens; what lies past them is padding that is never looked at.
+In every rule a row drafts its first `size` tokens; the padding past them has no effect.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def accept_matching(choice: Tensor, draft: Draft) -> Verdict:
     """Point-mass drafts and no drafts: keep what the target chose itself. choice: [B,K+1], the token drawn from the
     target's distribution at each position (the argmax if greedy), independently of the draft.
 
-    The first choice that differs from the draft replaces it; if none does, the last choice is the bonus token. So x is
-    accepted with probability p(x), and otherwise the token is drawn from p with x struck out, which is the rule for
-    point masses; and the tokens are those that plain decoding with the same noise would have chosen.
+    The first choice that differs from the draft replaces it; if none does, the last choice is the bonus token. So a drafted
+    x is accepted with probability p(x); otherwise the token is drawn from p without x. That is the rule for point masses. The
+    tokens are those that plain decoding with the same noise would have chosen.
     """
     width = draft.tokens.shape[1]
     kept = _run((choice[:, :width] == draft.tokens) & _drafted(draft))
@@ -34,12 +34,13 @@ def accept_drawn(
     rule: Callable[[Tensor, Draft, Tensor, Tensor], Verdict], target: Tensor, broken: Tensor, draft: Draft, seed: Tensor,
     start: Tensor,
 ) -> Verdict:
-    """What a rule for drafts with probabilities (accept_ratio, accept_block) makes of the drafts, with the noise of each row's
-    own seed. target: [B,K+1,V]; broken: [B,K+1] bool, where the target's logits are not finite: nothing is accepted there, and
-    the block ends with the token BROKEN; seed: [B]; start: [B], the index of the block's first token.
+    """Apply a rule for drafts with probabilities (accept_ratio, accept_block) with the noise of each row's own seed.
 
-    The noise is keyed by where the block starts, since a rejected position is drafted again and its first draft's noise
-    is spent. A row without a draft is a block of one token: how its token is drawn depends on nothing but its request.
+    target: [B,K+1,V]; broken: [B,K+1] bool, where the target's logits are not finite: nothing is accepted there, and the block
+    ends with the token BROKEN; seed: [B]; start: [B], the index of the block's first token.
+
+    The noise depends on where the block starts: a rejected position is drafted again, and its noise must not be used twice. A
+    row without a draft is a block of one token, so its draw depends on its request alone.
     """
     width = draft.tokens.shape[1]
     u_accept = block_noise(seed, start, width, ACCEPT)
@@ -62,9 +63,9 @@ def accept_ratio(target: Tensor, draft: Draft, u_accept: Tensor, u_redraw: Tenso
 
 
 def accept_block(target: Tensor, draft: Draft, u_accept: Tensor, u_redraw: Tensor) -> Verdict:
-    """Block verification of drafts drawn from draft.probs: the same output distribution as accept_ratio and never
-    fewer tokens on average. Arguments as there; the noise of successive blocks must not be shared even at
-    the same position (noise.block_noise). [Sun et al. 2403.10444]
+    """Block verification of drafts drawn from draft.probs: the same output distribution as accept_ratio and never fewer tokens
+    on average. Arguments as there; two blocks must not use the same noise, not even at the same position (noise.block_noise).
+    [Sun et al. 2403.10444]
 
     With r_0 = 1 and r_i = min(1, r_{i-1} p_i(x_i)/q_i(x_i)), keep the last i with u_i <= h_i, where
     h_i = R_i/(R_i + 1 - r_i), R_i = sum_x max(r_i p_{i+1}(x) - q_{i+1}(x), 0), and h_i = r_i at the draft's end; then
@@ -72,7 +73,7 @@ def accept_block(target: Tensor, draft: Draft, u_accept: Tensor, u_redraw: Tenso
     """
     width = draft.tokens.shape[1]
     p, q = _at_draft(target, draft)
-    # min(1, .) at each step is a walk reflected at 0: log r_i = L_i - max(0, L_1, .., L_i)
+    # with L_i the sum of the first i log ratios, taking min(1, .) at each step gives log r_i = L_i - max(0, L_1, .., L_i)
     walk = (p.log() - q.clamp(min=torch.finfo(q.dtype).tiny).log()).cumsum(-1)
     r = (walk - _running_max(walk).clamp(min=0)).exp()  # [B,K], r_1 .. r_K
     reach = torch.cat((torch.ones_like(r[:, :1]), r), 1) if width else torch.ones_like(u_redraw)  # [B,K+1], r_0 .. r_K
@@ -90,12 +91,12 @@ def accept_block(target: Tensor, draft: Draft, u_accept: Tensor, u_redraw: Tenso
 
 
 def _drafted(draft: Draft) -> Tensor:
-    """Where a token is drafted and not padding, [B,K] bool."""
+    """Which tokens are drafted and no padding, [B,K] bool."""
     return torch.arange(draft.tokens.shape[1], device=draft.tokens.device) < draft.size[:, None]
 
 
 def _run(ok: Tensor) -> Tensor:
-    """How many are true before the first that is not, [B,K] bool -> [B]."""
+    """How many are true before the first false one, [B,K] bool -> [B]."""
     return ok.long().cumprod(-1).sum(-1)
 
 
@@ -115,8 +116,8 @@ def _at_draft(target: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
 
 
 def _finish(target: Tensor, draft: Draft, kept: Tensor, reach: Tensor, u_redraw: Tensor) -> Verdict:
-    """The kept drafts [B] and one token drawn behind them: from max(r p - q, 0) with r = reach [B,K+1] at that
-    place if a draft was rejected there, else from p."""
+    """The first `kept` [B] draft tokens and one token drawn behind them: from max(r p - q, 0), r = reach [B,K+1] at that
+    position, if a draft token was rejected there, else from p."""
     batch, width = draft.tokens.shape
     vocab = target.shape[-1]
     at = kept[:, None]  # [B,1]
@@ -125,7 +126,7 @@ def _finish(target: Tensor, draft: Draft, kept: Tensor, reach: Tensor, u_redraw:
     if draft.probs is not None and width:
         q = draft.probs.gather(1, at.clamp(max=width - 1)[..., None].expand(-1, -1, vocab))[:, 0]  # [B,V]
         left = (reach.gather(1, at) * p - q).clamp(min=0)
-        # Nothing left means p = q up to rounding, where a rejection has no probability: p itself is right then.
+        # if no mass is left, p = q up to rounding and a rejection has probability 0; p itself is right then
         rejected = (at < draft.size[:, None]) & (left.sum(-1, keepdim=True) > 0)
         final = torch.where(rejected, left, p)
     own = draw(final, u_redraw.gather(1, at)[:, 0])  # [B]

@@ -1,7 +1,7 @@
-"""Randomness without state: each number is a function of (seed, position, purpose), so that a request draws the same
-numbers in any batch, on any device and after any restart. Also the draw that turns one number into one token.
+"""Randomness without state: each number is a function of (seed, position, purpose). So a request draws the same numbers in any
+batch, on any device and after any restart. Also the draw: one number gives one token of a distribution.
 
-The integer mix is the finaliser of SplitMix64 (Steele, Lea, Flood 2014), applied to the seed and purpose and then to a
+The integer mix is the finaliser of SplitMix64 (Steele, Lea, Flood 2014). It is applied to the seed and purpose, and then to a
 Weyl sequence in the position. This module knows nothing of requests or logits.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# One number serves one decision; two purposes never share one.
+# Each number serves one decision: different purposes have different numbers.
 CHOOSE = 1  # the target's own token at a position
 ACCEPT = 2  # whether a drafted token with a probability is kept
 REDRAW = 3  # the target's token behind the kept ones
@@ -21,17 +21,17 @@ _MASK = (1 << 64) - 1
 _STEP, _PURPOSE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _REQUEST = 0xA0761D6478BD642F  # keeps the seeds of requests apart from those of a request's sequences
-_RUN = 256  # tokens that draw_row adds up before it looks at any of them
+_RUN = 256  # tokens in a run: draw_row first finds a run by the sums of runs, then a token in it
 _BLOCK_BITS = 32  # a position is below this many bits; the index in a block lies above them
 
 
 def signed(value: int) -> int:
-    """The 64-bit two's complement of any int: seeds may be negative or wide, tensors hold int64."""
+    """The 64-bit two's complement of any int. Seeds may be negative or have more bits; tensors hold int64."""
     return (value + (1 << 63) & _MASK) - (1 << 63)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right: torch's is arithmetic, so the copies of the sign are masked off."""
+    """Logical shift right. torch's shift is arithmetic, so the copies of the sign bit are masked off."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -57,44 +57,43 @@ def uniform(seed: Tensor, position: Tensor, purpose: int) -> Tensor:
 
 
 def block_noise(seed: Tensor, start: Tensor, width: int, purpose: int) -> Tensor:
-    """Numbers for the positions of one block, [B], [B] -> [B,width], keyed by where the block starts as well.
+    """Numbers for the positions of one block, [B], [B] -> [B,width], which also depend on where the block starts.
 
-    Drafts with probabilities need this. A position whose draft was rejected is drafted again by the next step; under
-    block verification the numbers at positions past the kept ones took part in the decision, so meeting them
-    again would bias what follows. start: the index of the block's first token, which no two steps of a request share.
+    Drafts with probabilities need this. A position whose draft was rejected is drafted again by the next step. Under block
+    verification the numbers of positions past the accepted ones took part in the decision, so using them again would bias the
+    output. start: the index of the block's first token; no two steps of a request have the same.
     """
     index = torch.arange(width, dtype=torch.int64, device=seed.device)
     return uniform(seed[:, None], start[:, None] + (index << _BLOCK_BITS), purpose)
 
 
 def request_seed(seed: int, number: int) -> int:
-    """The seed of an engine's request number `number` (0, 1, ...) that brings none, from the engine's seed. Another
-    derivation than child_seed's: child_seed(request_seed(s, a), i) and child_seed(request_seed(s, b), j) differ."""
+    """The seed of the request with this number (0, 1, ...) if it gives none, from the engine's seed. It is derived in another
+    way than child_seed, so that child_seed(request_seed(s, a), i) and child_seed(request_seed(s, b), j) differ."""
     return mix_int(mix_int(seed + _REQUEST) + (number + 1) * _STEP) >> 1
 
 
 def child_seed(seed: int, i: int) -> int:
-    """The seed of the i-th of n sequences of a request. The first keeps the request's seed, so that n = 1 and the
-    first of n = 4 are the same sequence."""
+    """The seed of sequence i of a request's n sequences. Sequence 0 has the request's seed, so it is the same for any n."""
     return seed if i == 0 else mix_int(mix_int(seed) + i * _STEP) >> 1
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
     """One token of each row by inverse CDF, [N,V], [N] in (0,1) -> [N] int64.
 
-    The first token whose cumulative sum exceeds u * total, summed in float64, so rows need not sum to one. A token of
-    probability 0 is never drawn, though a parallel cumulative sum may wobble there. A row without any mass gives 0.
+    It is the first token whose cumulative sum, in float64, exceeds u times the row's sum, so rows need not sum to one. A token
+    of probability 0 is never drawn, even if rounding makes a parallel cumulative sum grow there. A row of zeros gives token 0.
     """
     total = probs.cumsum(-1, dtype=torch.float64)  # [N,V]
     target = (u.double() * total[:, -1])[:, None]
     positive = probs > 0
-    # 2 at the tokens past the target, 1 at any other possible one: should rounding leave none past it, a possible one wins
+    # 2 at tokens past the target, 1 at other possible ones: if rounding leaves none past it, a possible one is taken
     rank = positive.to(torch.uint8) + (positive & (total > target)).to(torch.uint8)
     return rank.argmax(-1)
 
 
 def draw_row(mass: np.ndarray, u: float) -> int:
-    """The same for one row [n] float32 on the host, which must hold some mass: first a run of tokens, then a token of it."""
+    """The same for one row [n] float32 on the host, whose sum must be above 0."""
     start = 0
     if len(mass) > 8 * _RUN:
         total = np.add.reduceat(mass, np.arange(0, len(mass), _RUN), dtype=np.float64).cumsum()
@@ -109,5 +108,5 @@ def draw_row(mass: np.ndarray, u: float) -> int:
 
 
 def _below(target: float, total: float) -> float:
-    """The target, or the last number below the total if rounding took it there."""
+    """The target, or the largest number below the total if rounding has made it as large."""
     return min(target, float(np.nextafter(total, 0)))
