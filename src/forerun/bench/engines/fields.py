@@ -15,19 +15,21 @@ T = TypeVar("T")
 
 
 class Fields:
-    """Every chunk of every stream is read through this class, so its methods are written for speed. values: the object.
-    notes: what was odd, each note once. Its methods return None, or an empty value, for a field that is missing."""
+    """Every chunk of every stream is read through this class, so its methods are written for speed. values: the object. notes:
+    what was odd, each note once. outer, key: the object that holds this one, and its key there. The methods return None, or an
+    empty value, for a field that is missing."""
 
-    __slots__ = ("_path", "notes", "values")
+    __slots__ = ("_key", "_outer", "notes", "values")
 
-    def __init__(self, values: Mapping[str, Any], notes: dict[str, None], path: str = "") -> None:
-        self.values, self.notes, self._path = values, notes, path
+    def __init__(self, values: Mapping[str, Any], notes: dict[str, None], outer: Fields | None = None, key: str = "") -> None:
+        self.values, self.notes, self._outer, self._key = values, notes, outer, key
 
     def note(self, text: str) -> None:
         self.notes[text] = None
 
     def path(self, key: str) -> str:
-        return f"{self._path}.{key}" if self._path else key
+        """The keys from the outermost object to this field."""
+        return key if self._outer is None else f"{self._outer.path(self._key)}.{key}"
 
     def count(self, key: str) -> int | None:
         """A whole number from 0 to MOST."""
@@ -54,13 +56,13 @@ class Fields:
     def object(self, key: str) -> Fields:
         value: Any = self.values.get(key)
         found = value if type(value) is dict else self._missing(key, value, "an object", {})
-        return Fields(found, self.notes, self.path(key))
+        return Fields(found, self.notes, self, key)
 
     def objects(self, key: str) -> list[Fields]:
         """The objects of a list."""
         value: Any = self.values.get(key)
         listed = value if type(value) is list else self._missing(key, value, "a list", [])
-        found = [Fields(one, self.notes, self.path(key)) for one in listed if type(one) is dict]
+        found = [Fields(one, self.notes, self, key) for one in listed if type(one) is dict]
         if len(found) < len(listed):
             self.note(f"{self.path(key)} holds a value that is not an object; it was ignored")
         return found
@@ -80,7 +82,7 @@ class Fields:
                 if type(part.get(name)) is str:
                     return str(part[name])
             if "thinking" in part:
-                return Fields(part, self.notes, self.path(key)).texts("thinking")
+                return Fields(part, self.notes, self, key).texts("thinking")
         self.note(f"{self.path(key)} holds {shown(part)}, which is not a text; it was ignored")
         return ""
 

@@ -121,7 +121,7 @@ class Reply:
             raise RequestFailed("the stream ended without a finish reason")
         if not self.done:
             raise RequestFailed("the stream ended without its end mark [DONE]")
-        usage = self._usage or Fields({}, self._notes, "usage")
+        usage = self._usage or Fields({}, self._notes)
         if not self._has_content:
             hidden = usage.object("completion_tokens_details").count("reasoning_tokens")
             why = f", and {hidden} tokens of reasoning that the server keeps to itself" if hidden else ""
