@@ -47,8 +47,9 @@ def cells(device: str) -> list[Cell]:
         cell = {"model": model, "drafter": NGRAM, "kind": "copy", "requests": 4, "tokens": 96}
         sampling = {"temperature": 0.8, "top_p": 0.9}
         found.append({"name": f"{model or 'default model'}, ngram, sampled, 4", **cell, "sampling": sampling})
-        cell = {"model": model, "drafter": NGRAM, "kind": "long", "requests": 1, "tokens": 48, "sampling": {}}
-        found.append({"name": f"{model or 'default model'}, ngram, 1,500 tokens of prompt, 1", **cell})
+        for name, drafter in (("plain", None), ("ngram", NGRAM)):
+            cell = {"model": model, "drafter": drafter, "kind": "long", "requests": 1, "tokens": 48, "sampling": {}}
+            found.append({"name": f"{model or 'default model'}, {name}, 1,500 tokens of prompt, 1", **cell})
     return found
 
 

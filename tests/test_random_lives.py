@@ -22,7 +22,7 @@ from torch import Tensor
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters import Drafter
 from forerun.drafters.table import TABLE, DrafterContext
-from forerun.engine import cycle
+from forerun.engine import commit
 from forerun.engine.engine import Engine
 from forerun.engine.owner import Owner
 from forerun.engine.scheduler import PlanRow, Scheduler
@@ -387,7 +387,7 @@ def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
         verdict = real(choice, draft)
         return Verdict(choice, verdict.count + (verdict.count <= draft.size))
 
-    monkeypatch.setattr(cycle, "accept_matching", matching)
+    monkeypatch.setattr(commit, "accept_matching", matching)
 
 
 def batched_noise(monkeypatch: pytest.MonkeyPatch) -> None:

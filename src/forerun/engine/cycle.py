@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.device import send_integers
+from forerun.device import send, send_integers
 from forerun.drafters import Drafter, Observed, Rows
+from forerun.engine.commit import commit, commit_on_host
 from forerun.engine.state import RowState
 from forerun.kernels import Batch, Kernels
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Draft, Verdict
-from forerun.verify.accept import accept_block, accept_drawn, accept_matching, accept_ratio
-from forerun.verify.sampling import BROKEN, Features, SamplingState, logprobs
+from forerun.verify.accept import accept_block, accept_drawn, accept_ratio
+from forerun.verify.sampling import Features, SamplingState, logprobs
 
 GREEDY = Features()
 NEXT_DRAFT = 4  # the column of Report.counts that holds the size of the next draft
@@ -133,7 +134,8 @@ class Cycle:
         seen = self.target.forward(layout.batch, self.kv, self._layers, self._kernels(key), layout.x)
         computed = time.perf_counter()
         tokens, verdict = self._verify(key, layout, seen.logits)
-        counts = self._commit(layout.slot, layout.draft, tokens, verdict)
+        block = (layout.slot, layout.draft, tokens, verdict)
+        counts = commit_on_host(self.state, *block) if key.layout == EXACT else self._commit(*block)
         noted = self._note(key, layout, seen.logits, tokens)
         verified = time.perf_counter()
         confidence = None
@@ -295,26 +297,8 @@ class Cycle:
         chosen, ids, values = logprobs(self._block(layout, logits).flatten(0, 1), tokens.flatten(), key.top)
         return chosen.view_as(tokens), ids.view(*tokens.shape, -1), values.view(*tokens.shape, -1)
 
-    # Commit
-
     def _commit(self, slot: Tensor, draft: Draft, tokens: Tensor, verdict: Verdict | None) -> Tensor:
-        """Cut the block at a stop, the limit or broken logits, and append it; [B,5] as in Report, without a next draft."""
-        verdict = verdict or accept_matching(tokens, draft)
-        state, width = self.state, tokens.shape[1]
-        length, active, limit = state.length[slot], state.active[slot], state.limit[slot]
-        at = torch.arange(width, device=slot.device)
-        ends = (tokens[:, :, None] == state.stop_ids[slot][:, None, :]).any(-1) | (tokens == BROKEN)
-        first = torch.where(ends & (at < verdict.count[:, None]), at, width).amin(1)  # [B] where it ends, or past all
-        last = tokens.gather(1, first[:, None].clamp(max=width - 1))[:, 0]
-        room = limit - length
-        broken = active & (first < torch.clamp(room, max=width)) & (last == BROKEN)
-        count = torch.minimum(torch.minimum(verdict.count, first + 1) - broken.long(), room)
-        count = torch.where(active, count, 0).clamp(min=0)
-        ended = (first < width) | (length + count >= limit)
-        state.commit(slot, tokens, count)
-        state.active[slot] = active & ~ended
-        drafted, accepted = torch.where(active, draft.size, 0), torch.minimum(verdict.count - 1, count)
-        return torch.stack((count, drafted, accepted, broken.long(), torch.zeros_like(count)), 1)
+        return commit(self.state, slot, draft, tokens, verdict)
 
     # Observe and draft
 
@@ -356,5 +340,5 @@ class Cycle:
     def keep(self, slots: list[int], draft: Draft) -> None:
         """Keep a draft that was made on the host for these slots, for their next step."""
         device = self.state.length.device
-        sent = Draft(draft.tokens.to(device, non_blocking=True), draft.size.to(device, non_blocking=True))
+        sent = Draft(send(draft.tokens.numpy(), device), send(draft.size.numpy(), device))
         self._keep(send_integers(slots, device), sent)
