@@ -5,6 +5,9 @@ computed when a draft is asked for, for all that was committed since: not at all
 prefix-cached then. Where it is padded, they keep pace with the target's: prompts go through the drafter in the same parts, so
 that cached pages are good for both, and a draft begins by computing the last two committed tokens, since after a draft that was
 accepted to its end both are new to it.
+
+Its drafts have no confidence. The probability of its likeliest token says how often a sampled token agrees; a greedy target
+agrees more often, and the policy would verify too little.
 """
 
 from __future__ import annotations
@@ -52,7 +55,6 @@ class DraftModel(Stateless):
             width = int(size.max()) if len(size) else 0
         tokens = slot.new_zeros(len(slot), width)
         probs = torch.zeros(len(slot), width, self._sampling.vocab, device=slot.device) if self._drawn and width else None
-        chance = torch.zeros(len(slot), width) if not (self._drawn or self._padded) else None
         u = noise.block_noise(self._sampling.seed[slot], length, width, noise.DRAFT)  # [B,K]
         for i in range(width):
             on = slice(None) if self._padded else (size > i).nonzero()[:, 0]  # rows that still draft
@@ -62,9 +64,7 @@ class DraftModel(Stateless):
                 known = F.pad(known, (0, self._sampling.vocab - self._vocab), value=-torch.inf)
             shaped = self._sampling.shape(known, slot[on], length[on] + i, rows.features)
             if probs is None:
-                top, tokens[on, i] = shaped.max(-1)
-                if chance is not None:
-                    chance[on, i] = (top - shaped.logsumexp(-1)).exp()
+                tokens[on, i] = shaped.argmax(-1)
             else:
                 probs[on, i] = q = self._sampling.probs(shaped, slot[on], rows.features)
                 tokens[on, i] = noise.draw(q, u[on, i])
@@ -72,7 +72,7 @@ class DraftModel(Stateless):
         if not self._padded:
             at, drafted = slot.numpy(), size.numpy()
             self._computed[at] = np.where(drafted > 0, length.numpy() + drafted - 1, self._computed[at])
-        return Draft(tokens, size, probs, None if chance is None else chance.cumprod(1))
+        return Draft(tokens, size, probs)
 
     def _logits(self, slot: Tensor, length: Tensor, k: Tensor, first: bool) -> Tensor:
         """Logits behind the last of each row's tokens, of which there are `length`, drafts included; [B] -> [B,V]. first: of a
