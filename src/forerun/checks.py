@@ -225,7 +225,7 @@ def _ids(name: str, items: list[Any], remedy: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids, as a tuple. ordered: a set is refused. Engine.add checks that the model has them."""
+    """Token ids, as a tuple. ordered: a set is refused. Engine.add checks that the model has these ids."""
 
     example: tuple[int, ...]
     ordered: bool = False
@@ -255,7 +255,8 @@ class TokenSequences:
 
 @dataclass(frozen=True)
 class Biases:
-    """A mapping of token ids to numbers from -100 to 100, as a new dict. JSON has texts as keys, so digits are converted."""
+    """A mapping of token ids to numbers from -100 to 100, as a new dict. Keys of digits are converted, since keys in JSON are
+    texts."""
 
     example: Mapping[int, float]
 
@@ -274,7 +275,7 @@ class Biases:
 
 
 def _decimal(key: Any) -> bool:
-    """Whether a key of JSON is a number."""
+    """Whether a key of JSON consists of digits."""
     return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
 
 
@@ -327,7 +328,7 @@ def tools(name: str, value: Any) -> list[Mapping[str, Any]]:
 
 
 def variables(name: str, value: Any) -> Mapping[str, Any]:
-    """The variables of a chat template by name. Raises SettingError."""
+    """The variables of a chat template, by name. Raises SettingError."""
     known = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     require(known, name, value, "give a mapping of names to values, for instance {'enable_thinking': False}")
     return dict(value)
@@ -337,13 +338,13 @@ Check = Callable[[str, Any], Any]
 
 
 def setting(default: Any, check: Check, none: bool = False) -> Any:
-    """A field of a frozen dataclass whose __post_init__ calls `convert`. none: None is a value of its own and is kept; without
-    it, None becomes the default."""
+    """A field of a frozen dataclass whose __post_init__ calls `convert`. none: keep None as a value of its own; otherwise None
+    becomes the default."""
     return dataclasses.field(default=default, metadata={"check": check, "none": none})
 
 
 def required(check: Check) -> Any:
-    """Such a field without a default."""
+    """`setting` without a default."""
     return dataclasses.field(metadata={"check": check, "none": False})
 
 

@@ -1,5 +1,5 @@
-"""The engine's and the drafters' settings. The keys of Speculation are those of vLLM's --speculative-config, with the
-same meanings, so that a configuration moves over unchanged. Unknown keys are errors.
+"""The settings of the engine and of the drafters. The keys of Speculation and their meanings are those of vLLM's
+--speculative-config, so a configuration for vLLM works unchanged. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from forerun.checks import (
 )
 
 METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "prediction")
-PLANNED = ("eagle", "eagle3", "mtp", "dflash")  # methods of other engines that are not there yet
-NGRAM_DEFAULT = 5  # vLLM's: both look-up lengths unset means 5 and 5
+PLANNED = ("eagle", "eagle3", "mtp", "dflash")  # methods of other engines that do not exist here yet
+NGRAM_DEFAULT = 5  # as in vLLM, if neither look-up length is set
 MOST_DRAFTED = 64  # num_speculative_tokens at most
 MOST_SEQUENCES = 1024  # max_num_seqs at most
 CACHED = 8192  # an example of kv_cache_tokens
@@ -46,7 +46,7 @@ EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
 def known_method(name: str, value: Any, also: str = "") -> str:
-    """The value if it is a method. also: what else would do. Raises SettingError."""
+    """The value if it is a method. also: an addition to the message. Raises SettingError."""
     word = value if isinstance(value, str) else ""
     absent = f"{', '.join(PLANNED[:-1])} and {PLANNED[-1]} are not there yet; " if word in PLANNED else ""
     require(word in METHODS, name, value, f"{absent}give {alternatives(METHODS)}{also}")
@@ -87,16 +87,15 @@ def _unread(method: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How drafts are made. Build it with `parse`, which fills the defaults in; `effective` reads them back.
+    """How drafts are made. `parse` builds it and fills the defaults in; `effective` returns the values in force.
 
-    num_speculative_tokens: at most so many tokens are drafted a row and step (k).
-    ngram: prompt_lookup_min .. prompt_lookup_max is the length of the suffix looked up; one unset mirrors the other.
+    num_speculative_tokens: the most tokens that are drafted for a row in a step (k).
+    ngram: the suffix looked up has prompt_lookup_min .. prompt_lookup_max tokens; if one is unset, it takes the other's value.
     suffix: the four suffix_decoding_* settings; suffix_decoding_max_cached_requests 0 turns the shared tree off.
-    draft_model: model, and max_model_len if its context is to be shorter than its own; draft_sample_method
-    greedy or probabilistic.
-    rejection_sample_method: standard, or block (block verification; differs for drafts with probabilities only).
-    num_speculative_tokens_per_batch_size: [[low, high, k], ...]: while low .. high sequences run, k (0: no drafts) instead.
-    Values are converted as checks.py says. A setting that the method does not read is an error. Raises SettingError.
+    draft_model: model; max_model_len, to shorten its context; draft_sample_method, greedy or probabilistic.
+    rejection_sample_method: standard, or block (block verification); it makes a difference for drafts with probabilities only.
+    num_speculative_tokens_per_batch_size: [[low, high, k], ...]; k applies while low .. high sequences run (0: no drafts).
+    checks.py says how values are converted. A setting that the method does not read is an error. Raises SettingError.
     """
 
     method: str = required(known_method)
@@ -132,9 +131,9 @@ class Speculation:
         remedy = f"k is at most num_speculative_tokens ({k}); give for instance [[1, 8, {k}], [9, 64, 0]]"
         require(not over, "num_speculative_tokens_per_batch_size", over, remedy)
 
-    # which settings each method reads; a setting given to a method that does not read it is an error, not ignored
     @staticmethod
     def keys_of(method: str) -> frozenset[str]:
+        """The settings that a method reads. Any other one given with it is an error."""
         own = {
             "ngram": {"prompt_lookup_min", "prompt_lookup_max"},
             "ngram_gpu": {"prompt_lookup_min", "prompt_lookup_max"},
@@ -149,8 +148,9 @@ class Speculation:
 
     @classmethod
     def parse(cls, value: Speculation | Mapping[str, Any] | str | None) -> Speculation | None:
-        """From a mapping or its JSON text; None stays None. The word ngram, suffix or prediction alone is that method
-        with its defaults. Raises SettingError for unknown keys, keys that the method does not read, and bad values."""
+        """Speculation from a mapping or its JSON text; None stays None. The name of a method alone (ngram, suffix, prediction)
+        means the method with its defaults. Raises SettingError for unknown keys, keys that the method does not read, and bad
+        values."""
         if value is None or isinstance(value, Speculation):
             return value
         given = _from_text(value) if isinstance(value, str) else value
@@ -176,12 +176,12 @@ class Speculation:
         return cls(**settings)
 
     def effective(self) -> dict[str, Any]:
-        """The settings in force for this method, defaults included."""
+        """The settings that this method reads, with the values in force."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k in self.keys_of(self.method)}
 
 
 def _from_text(text: str) -> Any:
-    """The value that JSON writes; None for the word none, and a mapping for the name of a method."""
+    """The value of a JSON text; None for the word none; a mapping for the name of a method."""
     word = text.strip()
     if word == "none":
         return None
@@ -193,7 +193,7 @@ def _from_text(text: str) -> Any:
         raise SettingError("speculative_config", text, f"not JSON ({error}); give for instance {EXAMPLE}") from None
 
 
-BUDGET = {"cpu": 2048, "cuda": 8192}  # max_num_batched_tokens where none is given
+BUDGET = {"cpu": 2048, "cuda": 8192}  # the default of max_num_batched_tokens
 
 
 def _speculation(name: str, value: Any) -> Speculation | None:
@@ -204,17 +204,17 @@ def _speculation(name: str, value: Any) -> Speculation | None:
 class EngineConfig:
     """How the engine runs.
 
-    max_num_seqs: sequences that decode at once. max_num_batched_tokens: positions of one step, drafts included;
-    None: 2048 on a CPU, 8192 on a GPU.
-    max_model_len: None takes the model's. block_size: tokens of a KV page. kv_cache_tokens: tokens that the KV cache
-    holds; None takes on a CPU max_num_seqs sequences of max_model_len, at most a quarter of the free memory, and on a GPU
-    what weights, buffers and CUDA graphs leave of gpu_memory_utilization, the share of the GPU's memory that the engine may
-    have in all (engines on one GPU: give each less).
-    dtype: auto (the checkpoint's; on a CPU bfloat16 for 16 bits, from AVX2 on), float32, bfloat16 or float16.
-    seed: seeds the requests that bring none. adaptive_drafts: draft no more than pays, by what steps cost and what became of
-    earlier drafts (off: always as much as num_speculative_tokens allows; drawn drafts are never adapted on a CPU, so that
-    a seed repeats them). speculation: as Speculation.parse takes it. Values are converted as checks.py says.
-    Raises SettingError.
+    dtype: auto, float32, bfloat16 or float16; auto: the checkpoint's, and on a CPU with AVX2 bfloat16 for 16 bits.
+    device: auto, cpu or cuda. max_model_len: the longest context in tokens; None: the model's.
+    max_num_seqs: sequences that decode at once. max_num_batched_tokens: positions of one step, drafts included; None: 2048 on
+    a CPU, 8192 on a GPU. block_size: tokens of a KV page.
+    kv_cache_tokens: capacity of the KV cache in tokens. None on a CPU: max_num_seqs sequences of max_model_len, but at most a
+    quarter of the free memory. None on a GPU: what weights, buffers and CUDA graphs leave of the engine's share.
+    gpu_memory_utilization: the engine's share of the GPU's memory, 0 .. 1; several engines on one GPU need smaller shares.
+    enable_prefix_caching: reuse the keys and values of equal prefixes. seed: for requests without a seed.
+    adaptive_drafts: verify the drafts that are expected to give the most tokens a second; off: always full drafts. Drawn
+    drafts always have their full length, so that a seed repeats its tokens. speculation: anything that Speculation.parse takes.
+    checks.py says how values are converted. Raises SettingError.
     """
 
     dtype: str = setting("auto", DTYPE)

@@ -21,7 +21,7 @@ NOTHING_FOUND = {
 
 
 class IdleDrafter:
-    """Watches the requests of one engine. speculation: its settings; without them nothing is reported. sequences: its
+    """Watches the requests of one engine. speculation: the engine's settings; None: nothing is reported. sequences: its
     max_num_seqs. context: the drafter's context length in tokens; None if it has no limit of its own."""
 
     def __init__(self, speculation: Speculation | None, sequences: int, context: int | None) -> None:

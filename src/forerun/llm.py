@@ -1,5 +1,5 @@
-"""The Python door: prompts in, texts out. Turns texts and messages into requests and the engine's events into outputs;
-decides nothing about decoding.
+"""The Python interface: prompts in, texts out. It turns texts and messages into requests, and the engine's events into outputs.
+It decides nothing about decoding.
 
     llm = LLM("smollm2-135m-instruct", speculative_config={"method": "ngram", "num_speculative_tokens": 4})
     print(llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=64))[0].text)
@@ -52,8 +52,8 @@ Message = Mapping[str, Any]
 
 
 class LoadedModel(NamedTuple):
-    """Weights and tokenizer, which several LLMs can share. name: as it was asked for; sampling: what its generation_config.json
-    recommends."""
+    """Weights and tokenizer, which several LLMs can share. name: the name that was given; sampling: the recommendation of the
+    model's generation_config.json."""
 
     name: str
     folder: Path
@@ -63,7 +63,7 @@ class LoadedModel(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Seconds since the request was submitted: until it was admitted, until its first token, until its last."""
+    """Seconds from a request's submission to its admission, to its first token and to its last token."""
 
     queued_s: float
     ttft_s: float
@@ -71,7 +71,7 @@ class Timing(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one step added to a completion: seconds since it was submitted, and how many tokens and characters."""
+    """What one step added to a completion: the seconds since its submission, and the numbers of tokens and characters."""
 
     at_s: float
     tokens: int
@@ -80,8 +80,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One continuation: text without special tokens and stop strings, all its token ids (a stop token included), and how
-    they came, piece by piece. error: why, if the finish reason is "error"; text and tokens are those before it."""
+    """One continuation of a prompt. text: without special tokens and stop strings; token_ids: all, a stop token included;
+    pieces: one for each step. error: the cause if the finish reason is "error"; text and tokens are then those before the
+    error."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -113,8 +114,8 @@ class Output:
 
 class Chunk(NamedTuple):
     """What one step added to a streamed answer. finish_reason: None before the last chunk. stats: the request's counts up to
-    this chunk; later steps do not change them. logprobs: of token_ids; None where none were asked for. error: why,
-    if the finish reason is "error"."""
+    this chunk; later steps do not change them. logprobs: of token_ids; None if the request asked for none. error: the cause if
+    the finish reason is "error"."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -125,7 +126,7 @@ class Chunk(NamedTuple):
 
 
 class _Growing:
-    """A completion under way."""
+    """A completion that has not ended yet."""
 
     def __init__(self, live: Live, start: float) -> None:
         self.live, self.start = live, start
@@ -138,7 +139,7 @@ class _Growing:
         self.error: str | None = None
 
     def take(self, at: float, event: Event) -> None:
-        """What one step added, read at `at` seconds."""
+        """Add what one step gave. at: the time at which the step was read, in seconds."""
         self.end = at
         if event.tokens or event.finish_reason is None:
             self.first = self.first or at
@@ -178,9 +179,9 @@ class LLM:
         adaptive_drafts: bool = True,
         gpu_memory_utilization: float = 0.9,
     ) -> None:
-        """model: a local folder, a Hugging Face id, a GGUF file, the default model (None), or a model already loaded
-        with LLM.load. speculative_config: vLLM's keys, as a mapping or its JSON; None decodes without drafts. The other
-        settings are EngineConfig's. Raises SettingError, and LoadError for weights that do not fit."""
+        """model: a local folder, a Hugging Face id, a GGUF file, the default model (None), or a model that LLM.load returned.
+        speculative_config: vLLM's keys, as a mapping or its JSON; None: decode without drafts. The other settings are those of
+        EngineConfig. Raises SettingError, and LoadError if the weights do not fit."""
         config = EngineConfig(
             dtype,
             device,
@@ -204,7 +205,7 @@ class LLM:
             require(given in ("auto", there), name, given, f"the loaded model's is {there}; give {there} or auto")
         fits_memory(config.kv_cache_tokens, loaded.target.kv_bytes_per_token, loaded.target.device)
         self.model, self.tokenizer = loaded, loaded.tokenizer
-        tokenizer = loaded.tokenizer  # the engine holds this and not the LLM, which is then gone as soon as nobody uses it
+        tokenizer = loaded.tokenizer  # the engine refers to this, not to the LLM, so that an unused LLM is freed
         vocab = min(tokenizer.size, loaded.target.vocab)
         speculation = config.speculation
         drafter_model, context = None, None
@@ -238,7 +239,8 @@ class LLM:
 
     @staticmethod
     def load(model: str | Path | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-        """Resolve, fetch if need be, and load a model and its tokenizer once, to be shared. Raises SettingError."""
+        """Load a model and its tokenizer, which several LLMs can share; fetch the model first if needed. Raises SettingError,
+        and LoadError for files that cannot be used."""
         name = hub.DEFAULT if model is None else model_name("model", model)
         dtype = DTYPE("dtype", "auto" if dtype is None else dtype)
         device = DEVICE("device", "auto" if device is None else device)
@@ -251,8 +253,8 @@ class LLM:
         return LoadedModel(name, folder, target, tokenizer, default_sampling(folder))
 
     def settings(self) -> dict[str, Any]:
-        """Every setting in force, defaults filled in. default_sampling: what requests without SamplingParams get in which the
-        model's recommendation differs from SamplingParams()."""
+        """All settings in force, defaults included. default_sampling: the values that requests without SamplingParams get,
+        where the model's recommendation differs from SamplingParams()."""
         plain, recommended = asdict(SamplingParams()), asdict(self.model.sampling)
         sampling = {name: value for name, value in recommended.items() if value != plain[name]}
         return {"model": self.model.name, **self.engine.settings(), "default_sampling": sampling}
@@ -275,12 +277,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Output]:
-        """Continue each prompt (text, or token ids). params: one for all, or one each; None: the model's own sampling, as its
-        generation_config.json recommends it (see `settings`), and 16 tokens. progress is called after each step with
-        (completions done, tokens produced). Outputs come in the order of the prompts. Raises SettingError before anything
-        runs; if interrupted, what was running is aborted. A request that fails later ends alone: its completion has the
-        finish reason "error" and says why. Other threads, open streams and `progress` may use the same LLM meanwhile: all
-        requests run in one batch."""
+        """Continue each prompt (a text or token ids). params: one for all prompts, or one for each; None: the sampling that the
+        model's generation_config.json recommends (see `settings`), and 16 tokens. progress: called after each step with
+        (completions done, tokens produced). The outputs have the order of the prompts.
+
+        Raises SettingError before anything runs. An interrupt aborts the running requests. A request that fails later ends
+        alone: its completion has the finish reason "error" and the cause. Other threads, open streams and `progress` may use
+        the same LLM meanwhile; all requests share one batch."""
         texts = [self._ids(prompt) for prompt in checks.prompts("prompts", prompts)]
         each = self._params(params, len(texts))
         usable = progress is None or callable(progress)
@@ -310,8 +313,8 @@ class LLM:
         return [Output(group[0].prompt_ids, tuple(growing[r.id].done() for r in group)) for group in requests]
 
     def _in_turn(self, groups: Sequence[Sequence[Request]]) -> tuple[list[Request], dict[str, Sequence[Request]]]:
-        """Of the n requests of each prompt those to submit at once, and those to submit when the first of them (by its id) has
-        a token: then its prompt is in the prefix cache, and is not computed n times."""
+        """The requests to submit at once, and by the id of a prompt's first request those to submit when it has a token. By
+        then the prompt is in the prefix cache, so it is computed once and not n times."""
         config = self.engine.config
         first: list[Request] = []
         later: dict[str, Sequence[Request]] = {}
@@ -332,8 +335,8 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Output]:
-        """Answer one conversation or several, rendered with the model's chat template. params, progress: as in `generate`; the
-        others: as in `chat_ids`."""
+        """Answer one conversation or several, rendered with the model's chat template. params, progress: see `generate`; the
+        others: see `chat_ids`."""
         many = checks.conversations("conversations", conversations)
         prompts = [
             self.chat_ids(
@@ -357,9 +360,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The prompt ids of a conversation. tools: descriptions of functions, for templates that read them.
-        add_generation_prompt: end with the beginning of an answer; None: unless continue_final_message, with which the prompt
-        ends within the last message, for the model to go on with it. chat_template_kwargs: other variables that the template
-        reads, for instance enable_thinking or documents. Raises SettingError for what the template does not read."""
+        add_generation_prompt: end the prompt with the header of an answer; None: the opposite of continue_final_message.
+        continue_final_message: end the prompt inside the last message, so that the model continues it.
+        chat_template_kwargs: other variables of the template, for instance enable_thinking or documents. Raises SettingError
+        for a variable that the template does not read."""
         given = checks.messages("messages", messages)
         going_on = checks.Flag()("continue_final_message", continue_final_message)
         begun = not going_on if add_generation_prompt is None else checks.Flag()("add_generation_prompt", add_generation_prompt)
@@ -371,9 +375,9 @@ class LLM:
         return self.tokenizer.encode(checks.written("messages", text, "Hello"), add_special_tokens=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Continue one prompt, a chunk for each step that committed tokens. params: None as in `generate`. Closing or
-        abandoning the iterator aborts the request. The request is submitted here, not at the first chunk. Any number of
-        streams and other calls may go on at once, also in other threads. Raises SettingError."""
+        """Continue one prompt, with a chunk for each step that committed tokens. params: see `generate`. The request is
+        submitted by this call, not at the first chunk. Closing the iterator, or dropping it, aborts the request. Any number of
+        streams and other calls may run at once, in any threads. Raises SettingError."""
         given = self.model.sampling if params is None else sampling_params("params", params)
         require(given.n == 1, "n", given.n, "a stream is of one completion; give 1, or use generate")
         return self._chunks(self.owner.submit(self._requests(self._ids(checks.prompt("prompt", prompt)), given)))
@@ -394,7 +398,7 @@ class LLM:
             stream.close()
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """The request that `stream` would run, for a caller that submits it to `owner` itself. Raises SettingError."""
+        """The request that `stream` would submit, for a caller that submits it to `owner` itself. Raises SettingError."""
         require(sampling_params("params", params).n == 1, "n", params.n, "give 1")
         return self._requests(self._ids(checks.prompt("prompt", prompt)), params)[0]
 
@@ -413,13 +417,13 @@ class LLM:
         return [sampling_params("params", one) for one in each]
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """The token sequences of a bad word: as it stands, and as it stands behind a space; without those that hold a token
-        which the model lacks, since it never produces them."""
+        """The token sequences of a bad word, with and without a space before it. Sequences with a token that the model lacks
+        are left out, since it never produces them."""
         found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (word, " " + word.lstrip())}
         return [ids for ids in found if ids and max(ids) < self.model.target.vocab]
 
     def _requests(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
-        """n requests, seeded apart, with every default filled in."""
+        """The n requests of a prompt, each with its own seed, with all defaults filled in."""
         engine, tokenizer = self.engine, self.tokenizer
         left = engine.max_model_len - len(prompt)
         speculation = engine.config.speculation

@@ -1,4 +1,4 @@
-"""Text files, JSON Lines and JSON that a user gives. An error names the file and the line."""
+"""Reads the text files, JSON Lines and JSON that a user gives. An error names the file and the line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from forerun.checks import SettingError, require
 
-_OTHER = {  # the first bytes of other kinds of files; UTF-32 stands first, since its mark begins with that of UTF-16
+_OTHER = {  # first bytes of other kinds of files; UTF-32 comes first, since its mark begins with that of UTF-16
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
@@ -21,8 +21,8 @@ _OTHER = {  # the first bytes of other kinds of files; UTF-32 stands first, sinc
 
 
 def read(setting: str, path: Path) -> str:
-    """The text of a file in UTF-8, without a byte-order mark. setting: the option that gave the path. The SettingError that
-    it raises names the line that is not UTF-8."""
+    """The text of a file in UTF-8, without a byte-order mark. setting: the option that gave the path. Raises SettingError,
+    which names the line that is not UTF-8."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -31,7 +31,7 @@ def read(setting: str, path: Path) -> str:
 
 
 def decoded(setting: str, source: str, data: bytes) -> str:
-    """The same for bytes. source: their origin, for messages."""
+    """The text of bytes in UTF-8; otherwise as `read`. source: where the bytes come from, for messages."""
     for mark, kind in _OTHER.items():
         require(not data.startswith(mark), setting, source, f"it is {kind}; give it as plain text in UTF-8")
     data = data.removeprefix(b"\xef\xbb\xbf")
@@ -70,8 +70,8 @@ def json_lines(setting: str, path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def json_object(setting: str, text: str, example: str, shown: object = None) -> dict[str, Any]:
-    """The JSON object in the text of an option. example: of one; shown: the text for messages, if it may contain a secret.
-    Raises SettingError."""
+    """The JSON object in the text of an option. example: a valid object, for messages. shown: what messages show in place of
+    the text, if it may contain a secret. Raises SettingError."""
     shown = text if shown is None else shown
     try:
         value = json.loads(text)

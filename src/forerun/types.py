@@ -1,6 +1,6 @@
-"""What crosses the engine's boundaries: requests with their sampling parameters going in, events coming out, and the
-draft and the verdict that pass between drafter, verifier and engine. Frozen values; nothing here computes anything,
-and torch is only named in annotations. SettingError and require are those of checks.py.
+"""The values that cross the engine's boundaries: requests with their sampling parameters go in, events come out. Draft and
+Verdict pass between drafter, verifier and engine. All of them are frozen values without computation. torch is named in
+annotations only. SettingError, LoadError and require are those of checks.py.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MOST_COMPLETIONS = 1024  # n at most
-COLDEST = 1e-5  # lower temperatures are greedy, as in vLLM: logits are divided in float32, where 1e-46 is 0
+COLDEST = 1e-5  # a lower temperature is greedy, as in vLLM: logits are divided in float32, where 1e-46 is 0
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen; every one of these holds with speculation, at every position.
+    """How the tokens of one request are chosen. Every parameter works with speculation, at every position.
 
-    temperature 0 is greedy, and so is one below 1e-5, which becomes 0. top_k 0 or -1, top_p 1, min_p 0, the penalties' 1, 0, 0
-    and logit_bias None mean off. repetition_penalty (0.01 .. 100) looks at prompt and output, presence_penalty and
-    frequency_penalty (-2 .. 2) at the output.
-    logit_bias maps a token id to what is added to its logit (-100 .. 100; -100 bans). bad_words are texts that are
-    never produced in the tokens that the tokenizer writes them with, alone or behind a space; banned_token_ids are
-    sequences of token ids that are never produced. min_tokens: no stop token before that many.
-    max_tokens None: as many as the context allows. logprobs: how many of the most likely tokens to report beside the
-    chosen one, from the model's own distribution (before any of these parameters). seed: any whole number; of one that
-    does not fit 64 bits the lowest 64 count. prediction: the expected output, for the drafter `prediction`.
+    n: completions of the prompt. temperature: 0 is greedy; a value below 1e-5 becomes 0. top_k, top_p, min_p: filters, off at
+    0 or -1, 1, and 0. repetition_penalty (0.01 .. 100, off at 1) applies to tokens of prompt and output; presence_penalty and
+    frequency_penalty (-2 .. 2, off at 0) apply to tokens of the output.
+    logit_bias: token id -> addition to its logit (-100 .. 100; -100 bans the token). bad_words: texts that are never produced;
+    this covers the tokens of the text with and without a space before it. banned_token_ids: sequences that are never produced.
+    max_tokens: None means as many as the context allows. min_tokens: no stop token before that many tokens.
+    stop: texts that end the answer; include_stop_str_in_output keeps them in it. stop_token_ids: tokens that end it.
+    ignore_eos: the model's end-of-sequence ids do not end it.
+    logprobs: the number of most likely tokens to report with the chosen one; they are the model's own, before any of these
+    parameters. seed: any whole number; only the lowest 64 bits count. prediction: the expected output, for the drafter
+    `prediction`.
 
-    Values are converted as checks.py says: numpy's and torch's scalars, 7.0 for 7, a list for a tuple, digits as keys of
-    logit_bias. None takes the default (for max_tokens it has a meaning of its own). Raises SettingError.
+    checks.py says how values are converted: numpy's and torch's scalars, 7.0 for 7, a list for a tuple, digits as keys of
+    logit_bias. None means the default, except for max_tokens. Raises SettingError.
     """
 
     n: int = setting(1, Whole(1, MOST_COMPLETIONS, 4))
@@ -98,12 +100,12 @@ def sampling_params(name: str, value: Any) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to continue, with every text already turned into ids and every default filled in.
+    """One sequence to continue. Its texts are token ids, and its defaults are filled in.
 
-    stop_ids: the tokens that end it (the model's end-of-sequence ids, unless ignore_eos, and stop_token_ids).
-    banned: token sequences that must not appear. prediction: the ids expected as output. seed: always set.
-    max_tokens: what params asked for, cut to what the context leaves. Values are converted as checks.py says; what they
-    must be for a given model and context is checked where it is added (Engine.add). Raises SettingError.
+    stop_ids: the tokens that end it: stop_token_ids and, unless ignore_eos, the model's end-of-sequence ids.
+    banned: token sequences that must not appear. prediction: the token ids that are expected as output. seed: always set.
+    max_tokens: the number that was asked for, or what the context leaves. checks.py says how values are converted.
+    Engine.add checks them against the model and its context. Raises SettingError.
     """
 
     id: str = required(Text("request-1"))
@@ -120,7 +122,7 @@ class Request:
 
 
 class Logprob(NamedTuple):
-    """Of one output token: its log-probability, and the most likely tokens with theirs, best first."""
+    """An output token, its log-probability (natural logarithm), and the most likely tokens with theirs, the best first."""
 
     token: int
     logprob: float
@@ -128,10 +130,10 @@ class Logprob(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What one step did to one request: the tokens it committed (nothing past a stop), the text they set free (it may
-    lag behind the tokens while a character or a possible stop string is unfinished), and whether it ended. counts: how many
-    tokens were drafted for it and how many of these committed, None if the step verified nothing (a prompt's end). error:
-    why, if the finish reason is "error"."""
+    """What one step did to one request. tokens: those that it committed, none past a stop. text: the new text; it may lag
+    behind the tokens while a character or a possible stop string is incomplete. finish_reason: None if the request goes on.
+    counts: tokens drafted and accepted; None if the step verified nothing (the end of a prompt). error: the cause if the finish
+    reason is "error"."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -143,11 +145,12 @@ class Event(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """What a drafter proposes for the B rows of a step, K the widest row.
+    """What a drafter proposes for the B rows of a step. K is the length of the longest draft.
 
-    tokens: [B,K] int64, anything past a row's size; size: [B] int64, 0 where it proposes nothing;
-    probs: [B,K,V] float32, the distributions that the tokens were drawn from, or None: point masses.
-    confidence: [B,K] float32, the drafter's estimate that this token and all before it are accepted, or None: it has none.
+    tokens: [B,K] int64, undefined past a row's size. size: [B] int64, 0 for a row without a draft.
+    probs: [B,K,V] float32, the distributions that the tokens were drawn from; None: point masses.
+    confidence: [B,K] float32, the drafter's estimate of the probability that this token and all before it are accepted; None:
+    the drafter has no estimate.
     """
 
     tokens: Tensor
@@ -157,9 +160,9 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What verification made of a draft: the accepted draft tokens and one of the target's own behind them.
+    """The result of verifying a draft: the accepted draft tokens, then one token of the target's own.
 
-    tokens: [B,K+1] int64, valid up to count; count: [B] int64, 1 .. K+1; so count - 1 drafted tokens were accepted.
+    tokens: [B,K+1] int64, valid up to count. count: [B] int64, 1 .. K+1; count - 1 drafted tokens were accepted.
     """
 
     tokens: Tensor
