@@ -1,12 +1,12 @@
-"""Whether a change made the engine slower: two source trees against each other, cell by cell, in turn and in one run.
+"""Whether a change made the engine slower: compares two source trees, cell by cell, in one run.
 
     git worktree add ../before COMMIT
     python benchmarks/before_after.py --before ../before --after . [--device cuda] [--out FILE] [--rounds 5]
 
-Each tree runs in a process of its own, which keeps its engines. Both answer the same requests, B A A B, after a warm-up of
-each; one process works at a time. Each round has prompts of its own, since one prompt's answer may repeat itself by chance. A
-cell's figure is the median of the paired ratios of tokens/s, after over before; in brackets the tokens of a verify step. On
-the CPU the default model answers texts; on CUDA random weights of real shapes answer random and repeating tokens.
+Each tree runs in a process of its own, which keeps its engines. Both answer the same requests in the order B A A B, after a
+warm-up. Only one process works at a time. Each round has its own prompts, since a single answer may repeat itself by chance. A
+cell's figure is the median of the paired ratios of tokens/s, after over before; the tokens a verify step follow in brackets. On
+the CPU the default model answers texts. On CUDA random weights of real shapes answer random and repeating tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Cell = dict[str, Any]  # name, model, drafter, kind of prompt, requests, tokens 
 
 
 def cells(device: str) -> list[Cell]:
-    """What is compared."""
+    """The cells that are compared."""
     found = []
     for model in (None,) if device == "cpu" else SHAPES:
         drafters: dict[str, Any] = {"plain": None, "ngram": NGRAM, "suffix": SUFFIX, "own draft model": OWN}
@@ -54,7 +54,7 @@ def cells(device: str) -> list[Cell]:
 
 
 class Served:
-    """The child's side: engines of the tree that Python finds, each made once."""
+    """What a child process runs: engines of the source tree on its PYTHONPATH, each built once."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -62,7 +62,7 @@ class Served:
         self.models: dict[Any, Any] = {}
 
     def run(self, cell: Cell) -> tuple[float, float]:
-        """Answers the cell's requests; tokens/s, and tokens of a verify step."""
+        """Answers the cell's requests. Returns tokens/s and the tokens a verify step."""
         key = json.dumps([cell["model"], cell["drafter"]])
         if key not in self.made:
             self.made[key] = self._llm(cell["drafter"]) if cell["model"] is None else self._engine(cell)
@@ -145,7 +145,7 @@ class Served:
 
 
 class NoText:
-    """A detokenizer for ids that mean nothing."""
+    """A detokenizer for random ids: it gives no text."""
 
     def push(self, ids: list[int]) -> str:
         return ""
@@ -158,13 +158,15 @@ class NoText:
 
 
 def serve(device: str) -> None:
-    """The child: a cell a line on standard input, its figures a line on standard output."""
+    """The child process. Each line of standard input is a cell; its figures are a line of standard output."""
     served = Served(device)
     for line in sys.stdin:
         print(json.dumps(served.run(json.loads(line))), flush=True)
 
 
 class Tree:
+    """A source tree, run in a child process."""
+
     def __init__(self, path: Path, device: str) -> None:
         source = f"{path.resolve() / 'src'}{os.pathsep}{os.environ.get('BEFORE_AFTER_PATH', '')}"
         command = [sys.executable, __file__, "--serve", "--device", device]
@@ -185,7 +187,7 @@ def main() -> None:
     parser.add_argument("--after", type=Path, default=Path())
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="cells whose name holds this")
+    parser.add_argument("--only", default="", help="only cells whose name contains this")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()

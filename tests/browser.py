@@ -1,4 +1,5 @@
-"""A headless Chromium for tests, spoken to over two pipes with its DevTools protocol: no driver, no port, no library."""
+"""A headless Chromium for tests, controlled through its DevTools protocol over two pipes, without a driver, a port or a
+library."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ PATIENCE_S = 60.0
 
 
 def program() -> str | None:
-    """Where a Chromium is, None if there is none."""
+    """The path of a Chromium, None if there is none."""
     return next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
 
 
 class Page:
-    """One page. seen: what happened on it, as (method, params) of the protocol's events."""
+    """One page. seen: the protocol's events since it was opened, as (method, params)."""
 
     def __init__(self, send: int, receive: int) -> None:
         self._send, self._receive, self._rest, self._last = send, receive, b"", 0
@@ -42,7 +43,7 @@ class Page:
         return self._call(method, params, self._session)
 
     def open(self, path: Path, width: int, height: int, dark: bool = False, phone: bool = False) -> None:
-        """Open a file in a window of that size and wait until it is loaded."""
+        """Open a file in a window of width x height pixels and wait until it is loaded."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -52,22 +53,22 @@ class Page:
             self._message()
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives."""
+        """The value of a JavaScript expression."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def requests(self) -> list[str]:
-        """The addresses that the page asked for, itself first."""
+        """The addresses that the page requested, its own first."""
         return [p["request"]["url"] for method, p in self.seen if method == "Network.requestWillBeSent"]
 
     def complaints(self) -> list[str]:
-        """What the console and the browser's log have to say."""
+        """The messages of the console and of the browser's log."""
         names = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [json.dumps(p) for method, p in self.seen if method in names]
 
     def shoot(self, path: Path) -> None:
-        """The whole page as a picture."""
+        """Save a picture of the whole page, as PNG."""
         png = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")["data"]
         path.write_bytes(base64.b64decode(png))
 
@@ -98,7 +99,7 @@ class Page:
 
 @contextmanager
 def page() -> Iterator[Page]:
-    """A page of a fresh browser, which ends with the block."""
+    """A page of a new browser, which is ended with the block."""
     found = program()
     assert found is not None
     to_read, send = os.pipe()

@@ -1,4 +1,4 @@
-"""One thread for the tests: tiny models are slower on several, and far slower beside other work."""
+"""Tests run on one thread: tiny models are slower on several threads, and much slower if other programs run."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and huggingface_hub's kept from looking at the real one."""
+    """An empty cache folder for the test. huggingface_hub gets an empty one too."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "cache"

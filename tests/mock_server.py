@@ -1,7 +1,7 @@
-"""A server that follows a script: chunks at given times with given numbers of tokens, and every kind of bad ending. It speaks
-just enough HTTP for the instrument, over asyncio streams, so that what it sends and when is known to the byte.
+"""A server that follows a script: it sends chunks of given numbers of tokens at given times, and can end in every wrong way. It
+has just enough HTTP for the instrument, over asyncio streams, so that tests control every byte and its time.
 
-Run as a program it takes the place of an engine that is launched: it prints log lines as engines do, then serves.
+As a program it takes the place of an engine that is launched: it prints log lines as engines do, then serves.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ ENDINGS = (
 
 @dataclass(frozen=True)
 class Script:
-    """chunks: (seconds after the request came, tokens). ending: one of ENDINGS. counted: what it adds to the counters: drafts,
-    draft tokens, accepted tokens, accepted by position. ids, text: of the answer; they are cut into the chunks. raw: bytes that
-    are sent in place of all that, with seconds to wait between them; then the connection ends as `close` says."""
+    """The answer to a request. chunks: (seconds after the request's arrival, tokens). ending: one of ENDINGS. counted:
+    additions to the counters: drafts, draft tokens, accepted tokens, accepted by position. ids: whether chunks have token ids;
+    first_id: the first of them. usage_off: an error in the reported number of tokens. raw: bytes to send instead of all that,
+    and seconds to wait between them; then `close` says what happens to the connection."""
 
     chunks: tuple[tuple[float, int], ...] = ((0.0, 1), (0.03, 3), (0.06, 2))
     ending: str = "done"
@@ -43,9 +44,9 @@ class Script:
 
 @dataclass
 class MockServer:
-    """Use `async with`. script: what a request's body gets. pages: raw responses to GETs, by path; an empty one closes the
-    connection. key: what a client has to
-    give. seen: the bodies. sent: for each request the clock's time of each chunk that was sent."""
+    """Use it with `async with`. script: from a request's body to its script. pages: raw responses to GETs, by path; an empty
+    one closes the connection. key: the API key that a client must give. seen: the bodies of the requests. sent: for each
+    request the times at which its chunks were sent."""
 
     script: Callable[[dict[str, Any]], Script] = lambda body: Script()
     engine: str = "vllm"
@@ -116,7 +117,7 @@ class MockServer:
         writer.write(f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
 
     def metrics(self) -> str:
-        """In vLLM's names."""
+        """The counters under vLLM's names."""
         c = self.counts
         lines = [
             "# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.",
@@ -136,7 +137,7 @@ class MockServer:
         return "\n".join(lines) + "\n" + self.extra_metrics
 
     async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        """False: the connection is to be closed."""
+        """Answer a request. Returns False if the connection is to be closed."""
         begin = time.perf_counter()
         script = self.script(body)
         self.seen.append(body)
@@ -227,7 +228,7 @@ class MockServer:
 
 
 def response(body: bytes, status: str = "200 OK", headers: tuple[str, ...] = ()) -> bytes:
-    """A whole HTTP response of known length."""
+    """A complete HTTP response with a content length."""
     head = [f"HTTP/1.1 {status}", *headers, f"content-length: {len(body)}"]
     return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + body
 
@@ -242,18 +243,18 @@ def chunk(data: bytes) -> bytes:
 
 
 def events(*values: Any, end: bytes = b"\n") -> bytes:
-    """As server-sent events. Bytes are taken as the data that they are, anything else as JSON."""
+    """The values as server-sent events. Bytes are sent as they are, other values as JSON."""
     data = [value if isinstance(value, bytes) else json.dumps(value).encode() for value in values]
     return b"".join(b"data: " + one + 2 * end for one in data)
 
 
 def stream(*values: Any, end: bytes = b"\n") -> bytes:
-    """A whole streamed response of these events."""
+    """A complete streamed response with these events."""
     return HEAD + chunk(events(*values, end=end)) + END
 
 
 def paced(step_s: float, tokens: int, per_chunk: int, first_s: float = 0.0) -> tuple[tuple[float, int], ...]:
-    """A chunk of one token at first_s, then one of per_chunk tokens every step_s."""
+    """A script's chunks: one of one token at first_s, then one of per_chunk tokens every step_s."""
     chunks, made = [(first_s, 1)], 1
     while made < tokens:
         n = min(per_chunk, tokens - made)
@@ -263,7 +264,7 @@ def paced(step_s: float, tokens: int, per_chunk: int, first_s: float = 0.0) -> t
 
 
 def main() -> None:
-    """An engine to be launched. --step: seconds of a step. --speculative-config: it then gives --per tokens a step."""
+    """Takes the place of an engine. --step: seconds of a step. --speculative-config: if given, a step has --per tokens."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="")

@@ -1,4 +1,4 @@
-"""Records made up for tests: known step times, drafts, loads and costs, with seeded noise where asked for."""
+"""Invented records for tests, with known step times, drafts, loads and costs, and with seeded noise if wanted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2,
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How an arm decodes: ms of a step, tokens drafted in each step, and how many of them are accepted, in turn."""
+    """How an arm decodes: ms of a step, tokens drafted in each step, and the tokens accepted of them, as a repeating
+    sequence."""
 
     step_ms: float = 10.0
     drafted: int = 0
@@ -45,7 +46,7 @@ class Way:
 def answer(
     way: Way, task: str, index: int, tokens: int = 73, factor: float = 1.0, chunks: bool = False, wait_s: float = 0.0
 ) -> Answer:
-    """A request of that many tokens: 100 ms to the first, then the way's steps, each `factor` as long."""
+    """A request of `tokens` tokens: the first after 100 ms, then the steps of `way`; all times are multiplied by `factor`."""
     at, made, turn = 0.1 * factor + wait_s, 1, 0
     steps, drafts, drafted_at, accepted_at = 0, 0, [0] * way.drafted, [0] * way.drafted
     pieces = [Chunk(at, 1, 4)]
@@ -78,8 +79,8 @@ def fake(
     seed: int = 0,
     **settings: Any,
 ) -> Record:
-    """A run of these arms, the first of which is the reference. The busier the load, the longer a step, and the more so with
-    drafts. noise: relative, of each batch."""
+    """A run of these arms; the first one is the baseline. A step takes longer under more load, and longer still with drafts.
+    noise: relative standard deviation of a batch's times."""
     draw, batches = random.Random(seed), []
     for task in tasks:
         for load in loads:
@@ -111,7 +112,8 @@ def fake(
 
 
 def server(record: Record) -> Record:
-    """The same as a server tells it: no counts for single requests and no engine times, but counters around each batch."""
+    """The record as it would come from a server: counters around each batch, no counts of single requests and no engine
+    times."""
     none = Counts(0, 0, 0, 0, (), ())
     batches = []
     for b in record.batches:
@@ -132,7 +134,8 @@ def server(record: Record) -> Record:
 
 
 def rich() -> Record:
-    """Three tasks, three loads, four arms with the control, costs, failures, differences: something of everything."""
+    """A record with something of everything: three tasks, three loads, four arms with the control, costs, failures,
+    differences."""
     from forerun.bench.records.record import Difference, FirstTokens
 
     scheduler = {"async scheduling": "on", "model runner": "V2"}
@@ -155,7 +158,7 @@ def rich() -> Record:
                 command=("forerun", "bench", "--engine", "vllm", "-m", "tiny", "-a", "ngram:k=4", "-a", "suffix"))  # fmt: skip
 
     def slower(b: Batch) -> Batch:
-        """explain gains nothing: the drafts of these arms are of no use there."""
+        """Make arms with drafts slower on the task explain, so that speculation does not pay there."""
         if b.task != "explain" or not b.answers[0].counts.drafted:
             return b
         stretched = tuple(dataclasses.replace(a, e2e_s=a.e2e_s * 2.4) for a in b.answers)
@@ -194,7 +197,7 @@ def as_page(record: Record) -> str:
 
 
 def as_text(record: Record, width: int) -> str:
-    """What a terminal of that width shows."""
+    """The output on a terminal of that width."""
     console = Console(width=width, record=True, file=io.StringIO())
     terminal.show(report.view(record), console)
     return console.export_text()

@@ -1,5 +1,5 @@
-"""A side of a comparison that follows a script on a clock of its own: known step times, drafts, answers, and faults on demand.
-The runner measures it as it measures any other side.
+"""A side of a comparison that follows a script on a simulated clock: known step times, drafts and answers, and faults if
+wanted. The runner measures it like any other side.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ SPECIAL = frozenset({0, 1, 2})
 
 
 class Clock:
+    """A simulated clock, in seconds."""
+
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -32,8 +34,9 @@ class Clock:
 
 
 class Script(NamedTuple):
-    """What an arm does: seconds to the first token and of each step after it, and how many tokens each step drafts and gets
-    accepted, in turn. noise: of the step time, relative. change: makes the answer another. cached: prompt tokens found."""
+    """What an arm does. first_s, step_s: seconds to the first token and of each step after it. drafted, accepted: tokens of
+    each step, as repeating sequences. noise: relative, of the step time. change: alters the answer. cached: prompt tokens found
+    in the prefix cache. fault: the exception of a request, or None."""
 
     first_s: float = 0.1
     step_s: float = 0.01
@@ -48,7 +51,7 @@ class Script(NamedTuple):
 
 @dataclasses.dataclass
 class Sent:
-    """A request as an arm got it."""
+    """A request, and the arm that received it."""
 
     arm: str
     ask: Request
@@ -59,8 +62,7 @@ class Sent:
 
 
 class ScriptedSide:
-    """Takes the place of an engine in this process. Answers depend on the prompt alone; time is the clock's, moved by the
-    script."""
+    """Takes the place of an engine in this process. Its answers depend on the prompt alone. The script sets the clock."""
 
     def __init__(self, arm: Arm, script: Script, clock: Clock, log: list[Sent], built: list[str]) -> None:
         self.arm, self.script, self.clock, self.log, self.built = arm, script, clock, log, built
@@ -108,7 +110,7 @@ class ScriptedSide:
         assert self.is_up and (self.cleared or ask.logprobs), "a batch was sent to a warm prefix cache"
         self.log.append(Sent(self.arm.name, ask))
         begin, script = self.clock.now, self.script
-        await asyncio.sleep(0)  # all requests of a batch begin together
+        await asyncio.sleep(0)  # all requests of a batch start together
         if (fault := script.fault(ask)) is not None:
             raise fault
         stats, at, made = DraftStats(), begin + script.first_s, 1
@@ -137,7 +139,7 @@ class ScriptedSide:
 
 
 class Quiet:
-    """A watcher that remembers. stop_at: raises `stop` in place of so many batches."""
+    """A watcher that records what it is told. stop_at: raise `stop` before the batch of this number."""
 
     def __init__(self, stop_at: int = -1, stop: type[BaseException] = asyncio.CancelledError) -> None:
         self.seen: list[tuple[str, str, int, bool]] = []
@@ -170,7 +172,7 @@ FAST = Script(step_s=0.0125, drafted=(4, 4, 0, 2), accepted=(4, 1, 0, 0))  # 9 t
 
 @dataclasses.dataclass
 class Bench:
-    """A scripted comparison that can be measured, again and again. sides: without the control."""
+    """A scripted comparison, which can be measured several times. sides: those without the control."""
 
     plan: Plan
     subject: Subject
@@ -181,13 +183,13 @@ class Bench:
     kept: list[Record] = dataclasses.field(default_factory=list)
 
     def measure(self, watcher: Quiet | None = None, earlier: Record | None = None) -> Record:
-        gc.freeze()  # a batch begins with a collection, which would walk over all that is imported
+        gc.freeze()  # each batch begins with a garbage collection, which would visit all imported modules
         how = runner.measure(self.plan, self.subject, watcher or Quiet(), self.kept.append, earlier, self.clock)
         return asyncio.run(how)
 
 
 def scripted(scripts: dict[str, Script], together: bool = True, **plan: Any) -> Bench:
-    """The scripts by arm; the baseline's is the default one if not given."""
+    """A comparison of these scripts, by arm. The baseline has the default script unless one is given."""
     names = [n for n in scripts if n not in (BASELINE, CONTROL)]
     given: dict[str, Any] = {"tasks": ("return-code",), "repetitions": 5, "max_tokens": 73, "concurrency": 1} | plan
     count = given.pop("concurrency")
@@ -204,5 +206,5 @@ def scripted(scripts: dict[str, Script], together: bool = True, **plan: Any) -> 
 
 
 def refused(message: str) -> Callable[[Request], Exception | None]:
-    """A fault of every request."""
+    """A fault of every request, for Script."""
     return lambda ask: RequestFailed(message)

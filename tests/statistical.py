@@ -1,16 +1,16 @@
-"""The one test that the statistical tests share, so that a wrong variant fails by what the right one passes."""
+"""The chi-square test that all statistical tests share. A wrong variant must fail the same test that the right one passes."""
 
 from __future__ import annotations
 
 import numpy as np
 from scipy import stats
 
-PASS = 1e-3  # seeds are fixed, so a right rule passes or fails once and for all
-REJECT = 1e-9
+PASS = 1e-3  # the least p-value of a right rule; seeds are fixed, so the result is always the same
+REJECT = 1e-9  # the largest p-value of a wrong rule
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    """The p-value of counts against probabilities of the same shape; cells expecting fewer than 5 are pooled, and a
+    """The p-value of counts against probabilities of the same shape. Cells with fewer than 5 expected counts are pooled. A
     count where the probability is zero gives 0."""
     counts, probs = np.ravel(counts).astype(float), np.ravel(expected).astype(float)
     assert abs(probs.sum() - 1) < 1e-6, "not a distribution"
@@ -27,4 +27,5 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 def tally(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    """The count of each token, [vocab]."""
     return np.bincount(np.asarray(tokens), minlength=vocab)

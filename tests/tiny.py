@@ -1,5 +1,5 @@
-"""Tiny random models on disk, in Hugging Face's layout, for tests: config.json, model.safetensors, a byte-level
-tokenizer with a chat template. Made without transformers, whose import takes seconds.
+"""Writes tiny random models in Hugging Face's format for tests: config.json, model.safetensors, and a byte-level tokenizer with
+a chat template. It does not use transformers, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def tiny_model(
     heads: int = 4, kv_heads: int = 2, head_dim: int = 32, intermediate: int = 128, positions: int = 512,
     tied: bool = False, dtype: torch.dtype = torch.float32, config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a model of these sizes with random weights into the folder and return it. architecture: llama, mistral,
-    qwen2 or qwen3; config: more keys for config.json, or other values. The end-of-sequence id is 2, <|im_end|>.
-    The same arguments give the same weights. vocab above VOCAB leaves ids that the tokenizer does not know."""
+    """Write a model of these sizes with random weights into the folder, and return the folder. architecture: llama, mistral,
+    qwen2 or qwen3. config: keys of config.json to add or replace. vocab: more than VOCAB gives ids that the tokenizer lacks.
+    The end-of-sequence id is 2, <|im_end|>. The same arguments give the same weights."""
     given = {
         "architectures": [NAMES[architecture]], "model_type": architecture, "vocab_size": vocab, "hidden_size": hidden,
         "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,

@@ -1,10 +1,11 @@
-"""The engine on the CPU against its bars, each a ratio taken in one run on one machine, on the default model in bfloat16.
+"""Measures the engine on the CPU against its bars, with the default model in bfloat16. A bar is a limit on a ratio of figures
+of one run.
 
     python benchmarks/cpu/engine.py [--isa avx2] [--out FILE] [--quick]
 
-Prints the machine's limit first (how fast memory is read, and so how many tokens/s the weights allow), then each bar with
-what was measured. All raw samples go to the JSON. --isa: the instruction set that both sides may use at most. Needs
-transformers (in the `dev` extra) for the comparison. Where other programs run, start it through `chrt -f 1`.
+Prints the machine's limit first: the read bandwidth of its memory, and the tokens/s that it allows for these weights. Then
+prints each bar with the measured value. All raw samples go to the JSON file. --isa: the highest instruction set that both sides
+may use. The comparison needs transformers (in the `dev` extra). If other programs run, start this one through `chrt -f 1`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ KV = 16384
 
 
 def read_bandwidth() -> float:
-    """GB/s of a sum over memory far larger than the caches."""
+    """The GB/s of a sum over memory far larger than the caches."""
     data = torch.ones(256 << 20, dtype=torch.float32)
     best = 0.0
     for _ in range(5):
@@ -53,13 +54,13 @@ def read_bandwidth() -> float:
 
 
 def timed(run: Callable[[], int]) -> float:
-    """Tokens/s of one run, which returns how many tokens it made."""
+    """The tokens/s of one run. run: returns the number of its tokens."""
     start = time.perf_counter()
     return run() / (time.perf_counter() - start)
 
 
 def alternating(arms: dict[str, Callable[[], int]], repetitions: int) -> dict[str, list[float]]:
-    """Tokens/s of each arm in each repetition, A B B A, after a warm-up of each."""
+    """The tokens/s of each arm in each repetition, in the order A B B A, after a warm-up."""
     for run in arms.values():
         run()
     samples: dict[str, list[float]] = {name: [] for name in arms}
@@ -85,7 +86,7 @@ def ids_of(loaded: LoadedModel, task: str, variant: int) -> list[int]:
 
 
 def against_transformers(loaded: LoadedModel, repetitions: int, tokens: int) -> dict[str, Any]:
-    """Plain greedy decoding of one request, and prompt look-up, ours and transformers'."""
+    """Tokens/s of one greedy request, plain and with prompt look-up, of this engine and of transformers."""
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(loaded.folder, dtype=torch.bfloat16).eval()
@@ -120,7 +121,7 @@ def against_transformers(loaded: LoadedModel, repetitions: int, tokens: int) -> 
 
 
 def step_times(loaded: LoadedModel, repetitions: int) -> dict[str, list[float]]:
-    """Seconds of a forward pass of 1 and of 9 rows of one sequence at a context of 300, in turn."""
+    """Seconds of a forward pass of 1, 5 and 9 positions of one sequence after a context of 300, interleaved."""
     llm = LLM(loaded, kv_cache_tokens=KV)
     engine = llm.engine
     slots, pages = engine.state, engine.scheduler.pages
@@ -140,7 +141,7 @@ def step_times(loaded: LoadedModel, repetitions: int) -> dict[str, list[float]]:
 
 
 def random_text(loaded: LoadedModel, repetitions: int, tokens: int) -> dict[str, list[float]]:
-    """200 random ids, temperature 1: n-gram against plain, where nothing matches."""
+    """Tokens/s on 200 random ids at temperature 1, plain and with n-gram drafts, where nothing matches."""
     plain, ngram = LLM(loaded, kv_cache_tokens=KV), LLM(loaded, speculative_config=NGRAM, kv_cache_tokens=KV)
     rng = random.Random(0)
     prompt = [rng.randrange(100, 49000) for _ in range(200)]
@@ -157,7 +158,7 @@ def random_text(loaded: LoadedModel, repetitions: int, tokens: int) -> dict[str,
 
 
 def throughput(loaded: LoadedModel, repetitions: int, tokens: int) -> dict[str, list[float]]:
-    """Tokens/s of one request and of eight at once, plain."""
+    """Tokens/s of one request and of eight at once, in plain decoding."""
     llm = LLM(loaded, kv_cache_tokens=KV)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
@@ -173,12 +174,12 @@ def throughput(loaded: LoadedModel, repetitions: int, tokens: int) -> dict[str, 
 
 
 def decode_rate(batch: Batch) -> float:
-    """Tokens/s behind the first, without the prompt's time, which speculation leaves as it is."""
+    """Tokens/s after the first token. It leaves the prompt out, which speculation does not speed up."""
     return sum(len(a.token_ids) - 1 for a in batch.answers) / sum(a.e2e_s - a.ttft_s for a in batch.answers)
 
 
 def tasks(loaded: LoadedModel, repetitions: int) -> dict[str, Any]:
-    """For each task: n-gram's speed-up over plain decoding, its tokens a step, and what of a step is not the target."""
+    """For each task: n-gram's speed-up over plain decoding, its tokens a step, and the share of a step outside the target."""
 
     (ngram,) = parse(("ngram",))
     sides = (
@@ -202,7 +203,7 @@ def tasks(loaded: LoadedModel, repetitions: int) -> dict[str, Any]:
             arm: [sum(len(a.token_ids) for a in b.answers) / b.wall_s for b in batches] for arm, batches in arms.items()
         }
         times = [b.times for b in arms[name]]
-        efficiency = [  # of each pair of runs on the same prompt
+        efficiency = [  # for each pair of runs on the same prompt
             fast / plain / (1 + b.answers[0].counts.accepted / b.answers[0].counts.steps)
             for fast, plain, b in zip(rates[name], rates["baseline"], arms[name], strict=True)
         ]
@@ -220,7 +221,7 @@ def tasks(loaded: LoadedModel, repetitions: int) -> dict[str, Any]:
 
 
 def peak_memory() -> int:
-    """Peak resident bytes of a process of its own that decodes 128 tokens."""
+    """Peak resident bytes of a new process that answers 16 prompts of 900 tokens with 100 tokens each."""
     code = (
         "from pathlib import Path; from forerun.llm import LLM; from forerun.types import SamplingParams\n"
         f"llm = LLM(kv_cache_tokens={KV}, speculative_config='ngram')\n"
@@ -228,11 +229,11 @@ def peak_memory() -> int:
         "print(next(x.split()[1] for x in Path('/proc/self/status').read_text().splitlines() if x.startswith('VmHWM')))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return int(done.stdout) * 1024  # not ru_maxrss, which begins with what the parent had
+    return int(done.stdout) * 1024  # not ru_maxrss, which starts at the parent's value
 
 
 def start_up() -> list[float]:
-    """Seconds from the command to its first token, the converted model cached."""
+    """Seconds from the start of the command to its first token, with the converted model in the cache."""
     command = [sys.executable, "-m", "forerun", "generate", "Hello", "--max-tokens", "1"]
     seconds = []
     for _ in range(3):
@@ -250,7 +251,7 @@ def main() -> None:
     given = options.parse_args()
     wanted = limits(given.isa)
     if given.isa != "auto" and any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # torch reads them when it is imported
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # torch reads them at its import
     repetitions, tokens = (2, 64) if given.quick else (6, 128)
 
     loaded = LLM.load()

@@ -1,10 +1,11 @@
-"""What the host adds to one decode step: everything that `Engine.step` does but the device's work, on any machine.
+"""The host's time in one decode step: all that `Engine.step` does except the device's work. Runs on any machine.
 
     python benchmarks/cpu/host_time.py [--text] [--out FILE] [--profile ROWS]
 
-Steps of fixed shape, whose device half is replaced by a report that is there at once: random tokens, and with n-gram drafts
-of 4 the counts of a row that accepts 2 of them. What launching adds on a GPU (a graph, copies, an event) is not in it.
-Bar: below what the device needs for the same step. --text: also with the default model's detokenizer (fetched if need be).
+The steps have the padded layout. A report that is ready at once replaces the device's part: random tokens, and with n-gram
+drafts of 4 tokens the counts of rows that accept 2 of 4, or had no draft. The costs of launching on a GPU (a graph, copies, an
+event) are not included. Bar: below the device's time for the same step. --text: also run with the default model's detokenizer,
+which is fetched if needed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ VOCAB = 49152
 
 
 class NoText:
-    """A detokenizer for ids that mean nothing."""
+    """A detokenizer for random ids: it gives no text."""
 
     def push(self, ids: list[int]) -> str:
         return ""
@@ -54,7 +55,7 @@ class NoText:
 
 
 def engine(rows: int, speculation: Speculation | None, detokenizer: Callable[[], Detokenizer]) -> Engine:
-    """One whose device is never waited for, with so many requests past their prompts."""
+    """An engine that never waits for its device, with `rows` requests past their prompts."""
     target = Target.random(ModelConfig(VOCAB, 16, 16, 1, 1, 1, 16, LONGEST, 1e-5, Rope(1e4)), torch.float32)
     config = EngineConfig(max_num_seqs=rows, kv_cache_tokens=rows * (LONGEST + 16), block_size=16, speculation=speculation)
 
@@ -90,7 +91,7 @@ def engine(rows: int, speculation: Speculation | None, detokenizer: Callable[[],
 
 
 def microseconds(it: Engine) -> list[float]:
-    """Of single steps."""
+    """The times of single steps, in microseconds."""
     samples = []
     for _ in range(STEPS):
         start = time.perf_counter()
@@ -103,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", action="store_true")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--profile", type=int, metavar="ROWS", help="print where the time of so many rows goes instead")
+    parser.add_argument("--profile", type=int, metavar="ROWS", help="print a profile of steps of so many rows instead")
     args = parser.parse_args()
     kinds: dict[str, Callable[[], Detokenizer]] = {"no text": NoText}
     if args.text:

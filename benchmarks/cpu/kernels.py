@@ -1,10 +1,10 @@
-"""Speed of the CPU kernels at the shapes of SmolLM2-135M: GB/s of weights read, for 1 to 32 tokens, beside torch's linear
-layer and oneDNN's on packed weights, and the time of a whole step. Every layer has its own weights, 30 of them, so that
-they come from memory as they do when a model runs.
+"""Speed of the CPU kernels at the shapes of SmolLM2-135M. Gives the GB/s of weights read for 1 to 32 tokens, compared with
+torch's linear layer and with oneDNN's on packed weights, and the time of a whole step. There are 30 layers with weights of
+their own, so that weights come from memory, as in a real model.
 
     python benchmarks/cpu/kernels.py [--quick]
 
-Prints the memory's read bandwidth first, which is the limit, and one line of JSON last.
+Prints the memory's read bandwidth first, which is the limit, and one line of JSON at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK, EPS = 16, 1e-5
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
-    """The median time of one call, after two to warm up."""
+    """The median time of one call, after two warm-up calls."""
     times = []
     for i in range(repeats + 2):
         start = time.perf_counter()
@@ -42,7 +42,7 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def read_bandwidth() -> float:
-    """GB/s at which all threads together sum 256 MB."""
+    """The GB/s of all threads together in a sum over 256 MB."""
     words = torch.ones(1 << 25, dtype=torch.int64)
     return words.nbytes / seconds(words.sum, 10) / 1e9
 
@@ -56,6 +56,8 @@ def matrix(rows: int, columns: int) -> Matrix:
 
 
 class Layer:
+    """Random weights of one layer, with its KV pages."""
+
     def __init__(self, pages: int) -> None:
         self.qkv = matrix((SHAPE.heads + 2 * SHAPE.kv_heads) * SHAPE.head_dim, HIDDEN)
         self.qkv_bias = self.q_norm = self.k_norm = self.out_bias = None
@@ -66,7 +68,7 @@ class Layer:
 
 
 def one_row(context: int, tokens: int) -> Batch:
-    """A row of so many tokens behind a context."""
+    """A batch of one row with `tokens` tokens after `context` positions."""
     positions = torch.arange(context, context + tokens)
     table = torch.arange((context + tokens + BLOCK - 1) // BLOCK, dtype=torch.int32)[None]
     return Batch(positions, positions, torch.tensor([0, tokens], dtype=torch.int32), table, torch.arange(tokens))

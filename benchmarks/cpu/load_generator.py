@@ -1,13 +1,14 @@
-"""What the load generator itself costs: 64 streams of 200 chunks a second from a scripted server, with the client on one core.
+"""The errors of the load generator itself: 64 streams of 200 chunks a second from a scripted server, with the client on one
+core.
 
     python benchmarks/cpu/load_generator.py [--out FILE]
 
-The server runs on another core and knows when it sent each chunk. The client may use one core only, and every figure is
-held against the script: number of tokens, time to first token, time per output token, end to end, the chunk gaps, and the
-throughput. Two cases: requests due a hundredth of a second apart, and all of them due at the same moment, which is the worst
-case for the time to the first token: what each costs to send is time that the last one is late. The script sets that time at
-half a second. Printed is by how much each is off, at the median and at the 99th percentile of the streams, and how long
-after a chunk was written it was seen. As in any run, a warm-up batch has opened the connections.
+The server runs on another core and records when it sent each chunk. Every figure of the client is compared with the script:
+number of tokens, time to first token (half a second in the script), time per output token, end-to-end time, chunk gaps,
+throughput. There are two cases: requests due 10 ms apart, and all requests due at the same moment. The second is the worst case
+for the time to first token, since the last request waits until all others were sent. The output gives the error of each figure
+at the median and at the 99th percentile of the streams, and the delay from the sending of a chunk to its arrival. A warm-up
+batch opens the connections first, as in any run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STREAMS, RATE, SECONDS, FIRST_S = 64, 200, 5.0, 0.5
 
 
 def serve(core: int) -> None:
-    """Prints its port, then, when asked on standard input, when it sent what."""
+    """Prints its port, then, after a line on standard input, the times at which requests arrived and chunks were sent."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     scripts = {n: Script(tuple((FIRST_S + i / RATE, 1) for i in range(n))) for n in (2, int(RATE * SECONDS))}
@@ -55,7 +56,7 @@ def serve(core: int) -> None:
 async def measure(
     ports: list[int], streams: int, chunks: int, apart_s: float
 ) -> tuple[tuple[Answer, ...], float, float, list[float]]:
-    """The answers, the wall time, the processor time of this process, and when each chunk was seen."""
+    """The answers, the wall time, the processor time of this process, and the time at which each chunk arrived; in seconds."""
     endpoints = [
         await HttpEndpoint(Address(f"http://127.0.0.1:{p}", "target", DIALECTS["vllm"])).__aenter__() for p in ports
     ]
@@ -83,7 +84,7 @@ async def measure(
 
 
 def off(values: list[float], truth: float) -> dict[str, float]:
-    """By how much they are off, in %: at the median, the 99th percentile and at most."""
+    """Their errors in %: the median, the 99th percentile and the largest."""
     errors = sorted(100 * abs(v - truth) / truth for v in values)
     return {"median": statistics.median(errors), "p99": errors[int(0.99 * (len(errors) - 1))], "worst": errors[-1]}
 
@@ -112,7 +113,7 @@ def run(streams: int, apart_s: float) -> dict[str, object]:
     good = [a for a in answers if not a.failed]
     gaps = [g for a in good for g in latency.chunk_gaps(a)]
     server_gaps = [(t[-1] - t[0]) / (len(t) - 1) for t in sent]
-    # matched by their order over all streams; both processes read one clock
+    # matched by their order over all streams; both processes read the same clock
     delays = sorted(s - w for s, w in zip(sorted(seen), sorted(t for times in sent for t in times), strict=False))
     return {
         "streams": streams,

@@ -1,4 +1,4 @@
-"""What the benchmarks of this folder say of the machine, and how they make it a lesser one."""
+"""Describes the machine for the records of this folder's benchmarks, and limits a benchmark to a lower instruction set."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import platform
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = {  # keeps torch's own kernels, oneDNN's and MKL's to an instruction set; to be set before torch is imported
+LIBRARIES = {  # limits the kernels of torch, oneDNN and MKL to an instruction set; must be set before torch is imported
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
 }
 
 
 def limits(isa: str) -> dict[str, str]:
-    """The environment in which all that a benchmark compares has no more than this instruction set."""
+    """The environment variables that limit both sides of a benchmark to this instruction set."""
     return {"FORERUN_CPU_ISA": isa, **LIBRARIES.get(isa, {})}
 
 

@@ -1,12 +1,12 @@
-"""Seconds of steps of the default model on the CPU by their number of positions, and of a prompt, for several sides in turn:
-dtypes, instruction sets (FORERUN_CPU_ISA) and, beside this source tree, another one.
+"""Seconds of a step of the default model on the CPU, by its number of positions, and seconds of a prompt. Compares several
+sides: dtypes, instruction sets (FORERUN_CPU_ISA), and another source tree.
 
     python benchmarks/cpu/steps.py [--isa avx2] [--dtype bfloat16] [--before SRC [--before-cc CC]] [--out FILE]
 
-Each side is a process of its own, and one step of each is timed after the other, so that all see the same minutes of a machine.
-A tree from before FORERUN_CPU_ISA compiles with -march=native: give a compiler with --before-cc that makes less of that.
-Prints medians; all samples go to the JSON. Where other programs run, start it through `chrt -f 1`: threads that wait for
-one another are slow by turns otherwise.
+Each side is a process of its own. Their steps are interleaved one by one, so that the state of the machine is the same for all.
+A source tree older than FORERUN_CPU_ISA compiles with -march=native; --before-cc gives it a compiler for a lower instruction
+set. Prints medians; all samples go to the JSON file. If other programs run, start this one through `chrt -f 1`. Otherwise
+threads that wait for each other are slow now and then.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ for line in sys.stdin:
 
 
 class Side:
-    """A process that makes steps when it is told to."""
+    """A process that makes one step for each line on its standard input."""
 
     def __init__(self, source: Path, dtype: str, env: dict[str, str]) -> None:
         env = {**os.environ, "PYTHONPATH": str(source), "GOMP_SPINCOUNT": "1000", **env}
@@ -82,7 +82,7 @@ def main() -> None:
     options.add_argument("--dtype", default="bfloat16,float32", help="dtypes, separated by commas")
     options.add_argument("--before", type=Path, help="the src folder of another source tree")
     options.add_argument("--before-cc", help="the C compiler for that tree")
-    options.add_argument("--before-version", help="what that tree is, for the record")
+    options.add_argument("--before-version", help="a description of that tree, for the record")
     options.add_argument("--rounds", type=int, default=30)
     options.add_argument("--out", type=Path, default=Path("steps-cpu.json"))
     given = options.parse_args()

@@ -1,9 +1,9 @@
-"""Chats of several turns with the prefix cache on and off, on the GPU: the same answers, token by token, in float32; and what
-the caching saves. Every turn ends by a stop id or at its limit, on the edge of a page as often as elsewhere.
+"""Chats of several turns on the GPU, with the prefix cache on and off. In float32 the answers must be equal token by token.
+Also gives the time that the cache saves. Turns end by a stop id or at their limit, in some chats at the end of a page.
 
     PYTHONPATH=src python3 benchmarks/gpu/chats.py --model FOLDER_OR_GGUF --out DIR
 
-Without CUDA it runs on the CPU, with steps of fixed shape, to try the script.
+Without CUDA it runs on the CPU with the padded layout, to try the script.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def engine(model: Any, arm: dict[str, Any] | None, caching: bool) -> Engine:
 
 
 def chats(it: Engine, model: Any, turns: int, length: int) -> tuple[list[list[list[int]]], list[list[list[float]]], float]:
-    """All answers by chat and turn, with their logprobs, and the seconds that they took."""
+    """All answers by chat and turn, their logprobs, and the seconds for all of them."""
     messages: list[list[dict[str, str]]] = [[{"role": "user", "content": text}] for text in FIRST * 2]
     prompts = [model.tokenizer.encode(model.tokenizer.render_chat(m), add_special_tokens=False) for m in messages]
     answers: list[list[list[int]]] = [[] for _ in prompts]
@@ -64,7 +64,7 @@ def chats(it: Engine, model: Any, turns: int, length: int) -> tuple[list[list[li
     start = time.perf_counter()
     for turn in range(turns):
         for chat, ids in enumerate(prompts):
-            # the answer's length differs from chat to chat, so that prompt and answer together fill pages in some
+            # the limit differs from chat to chat, so that in some of them prompt and answer end at the end of a page
             params = SamplingParams(temperature=0, max_tokens=length + chat, logprobs=0)
             it.add(Request(str(chat), tuple(ids), params, length + chat, 0, tuple(model.target.config.eos_ids)))
             answers[chat].append([])

@@ -1,5 +1,5 @@
-"""Whether what the GPU says is right: logits against transformers, greedy answers against the CPU engine and against plain
-decoding, sampled tokens against exact probabilities, and steps that never wait for the device.
+"""Checks the results on the GPU: logits against transformers, greedy answers against the CPU engine and against plain decoding,
+sampled tokens against exact probabilities. Also checks that steps never wait for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Laid:
-    """Texts in a KV cache of their own, to be computed piece by piece."""
+    """Texts with a KV cache of their own, which are computed part by part."""
 
     def __init__(self, target: Target, texts: Prompts, block: int = 16) -> None:
         self.target, self.texts = target, texts
@@ -33,7 +33,8 @@ class Laid:
         self.kv: KVCache = target.kv_cache(len(texts) * pages + 1, block)
 
     def logits(self, begin: Sequence[int], count: Sequence[int], width: int | None = None) -> Tensor:
-        """Of `count` positions of each text from `begin` on; width: all counts are this, as in a decode step. [sum(count),V]"""
+        """Logits [sum(count),V] of `count` positions of each text, from `begin` on. width: every count is this, as in a decode
+        step."""
         parts = list(zip(self.texts, begin, count, strict=True))
         ids = torch.tensor([token for text, b, n in parts for token in text[b : b + n]], device=DEVICE)
         positions = torch.cat([torch.arange(b, b + n) for _, b, n in parts]).to(DEVICE)
@@ -45,9 +46,10 @@ class Laid:
 
 
 def against_transformers(folder: Path, prompts: Prompts, tail: int = 5) -> dict[str, Any]:
-    """Relative error and top-1 agreement of the logits at all positions of a few prompts, float32 and bfloat16, ours as one
-    prefill and, for the last `tail` positions of each, as a verify step; theirs in float32 is what all are measured by."""
-    # transformers looks for a package named `kernels`; in this folder that is a script
+    """Relative error and top-1 agreement of the logits at all positions of a few prompts, in float32 and bfloat16. Ours come
+    from one prefill, and for the last `tail` positions of each prompt from a verify step. The reference is transformers in
+    float32."""
+    # transformers imports a package named `kernels`, and would find the script of this folder
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
     from transformers import LlamaForCausalLM
 
@@ -87,7 +89,7 @@ def against_transformers(folder: Path, prompts: Prompts, tail: int = 5) -> dict[
 
 
 def like_plain(target: Target, prompts: Prompts) -> dict[str, Any]:
-    """n-gram's answers against plain ones in the engine's dtype: how many are the same."""
+    """The number of answers with n-gram drafts that equal those of plain decoding, in the engine's dtype."""
     plain, ngram = engine(target), engine(target, NGRAM)
     found: dict[str, Any] = {}
     everything = {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2, "min_tokens": 4}
@@ -103,7 +105,8 @@ def like_plain(target: Target, prompts: Prompts) -> dict[str, Any]:
 
 
 def like_the_cpu(folder: Path, prompts: Prompts, tokens: int = 128) -> dict[str, Any]:
-    """Greedy answers in float32 against the CPU engine's, and the top-2 gap where they part."""
+    """Compares greedy answers in float32 with the CPU engine's. For each difference gives the gap of the two likeliest
+    tokens."""
     on_gpu, on_cpu = (Target.load(folder, torch.float32, device) for device in (DEVICE, "cpu"))
     answers = run(engine(on_gpu, None, len(prompts)), prompts, tokens, 0.0).answers
     config = EngineConfig(max_model_len=2048, max_num_seqs=len(prompts), kv_cache_tokens=len(prompts) * 512)
@@ -127,8 +130,8 @@ def like_the_cpu(folder: Path, prompts: Prompts, tokens: int = 128) -> dict[str,
 
 
 def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-    """The distribution of one row of logits [V] in float64, worked out by sorting: apart from the engine's own code. The
-    tokens of equal logits at an edge are cut as the sort has them, which the engine would keep together."""
+    """The distribution of one row of logits [V] in float64, by sorting, independent of the engine's code. Of equal logits at
+    the edge of a filter it may keep a part; the engine keeps all of them."""
     x = logits.double().cpu().numpy() / temperature
     p = np.exp(x - x.max())
     order = np.argsort(-x, kind="stable")
@@ -142,8 +145,8 @@ def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> dict[str, float]:
-    """Of counts against probabilities, cells expecting fewer than 5 pooled. outside: counts where the probability is 0, which
-    are pooled with the rest here, so look at them."""
+    """The chi-square test of counts against probabilities. Cells with fewer than 5 expected counts are pooled. outside: the
+    counts of tokens with probability 0; they are pooled too, so they need a look."""
     want = probs * counts.sum()
     small = want < 5
     seen = np.append(counts[~small], counts[small].sum()).astype(float)
@@ -166,10 +169,10 @@ def samples(
     places: Sequence[int] = (0, 1, 4),
     **params: Any,
 ) -> dict[str, Any]:
-    """Chi-square of the tokens of `count` seeds at some places of the answer, each behind the likeliest tokens before it (of
-    the answers that begin with these), against float64 probabilities: from the float32 model `exact`, from the target's own
-    logits, and from a temperature that is 20 % off, which must not fit. The first token comes from the prompt's step; the
-    others, where there are drafts, from steps that verify them."""
+    """Chi-square tests of the tokens of `count` seeds at some places of the answer. A place is tested on the answers that have
+    the likeliest tokens before it. The probabilities are float64 and come from the float32 model `exact`, from the target's own
+    logits, and from a temperature that is 20 % off, which must fail. The first token comes from the prompt's step. With drafts,
+    the others come from verify steps."""
     rows, tokens = min(128, count), max(places) + 3
     it = engine(target, speculation, rows, rows * (-(-(len(prompt) + tokens + 5) // 16) + 1) * 16)
     answers: list[list[int]] = []
@@ -198,8 +201,8 @@ def samples(
 
 
 def distribution(target: Target, folder: Path | None, prompts: dict[str, Any], count: int = 4000) -> dict[str, Any]:
-    """Samples of the real model, with a temperature only and with filters: plain ones behind random ids, where much is
-    possible, and with n-gram drafts on a text to copy, where much is drafted."""
+    """`samples` of the real model, with a temperature only and with filters. Prompts of random ids allow many tokens; with
+    n-gram drafts, prompts to copy have many drafts."""
     exact = Target.load(folder, torch.float32, DEVICE) if folder else target
     filters = {"top_k": 20, "top_p": 0.9}
     cases: list[tuple[str, str, Speculation | None, dict[str, Any]]] = [
@@ -219,8 +222,8 @@ def distribution(target: Target, folder: Path | None, prompts: dict[str, Any], c
 
 
 def no_waiting(target: Target, prompts: Prompts, rows: int = 8, steps: int = 15) -> dict[str, Any]:
-    """Decode in the steady state with every synchronisation an error; the step's own event is the only thing waited for. Of
-    each drafter: the problem, None if there is none. The last entry is the control, in which there must be one."""
+    """Decode in the steady state while torch treats every synchronisation as an error. Only the wait for a step's own event is
+    allowed. Gives each drafter's problem, None if there is none. The last entry is the control, which must have a problem."""
     guesses = run(engine(target, None, rows), prompts[:rows], 200, 0.0).answers
     found: dict[str, Any] = {}
     for name, speculation in ARMS.items():

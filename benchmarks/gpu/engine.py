@@ -1,12 +1,13 @@
-"""The engine on one GPU: what is asked for, part by part; the record is written after each, and a part that fails is recorded
-as such and followed by the next.
+"""Measures the engine on one GPU, part by part. The record is written after each part. If a part fails, the record says so and
+the next part follows.
 
     PYTHONPATH=src python3 benchmarks/gpu/engine.py --out DIR [--gguf FILE] [--prompts FILE] [--parts check,sync,..]
 
---gguf: the default model's GGUF file (or its folder), for real weights; without it random ones of its shape (then acceptance
-means nothing). --prompts: {"repeat": [[ids]...], "random": [[ids]...]}. Qwen3-0.6B and Llama-3.1-8B are shapes with random
-weights: they tell step times, never acceptance. Times are medians over replays of captured steps at one context, by device
-events; tokens/s are wall clock over whole batches, prompts included.
+--gguf: the default model's GGUF file or folder, for real weights. Without it the weights are random, and acceptance means
+nothing.
+--prompts: {"repeat": [[ids]...], "random": [[ids]...]}. Qwen3-0.6B and Llama-3.1-8B are shapes with random weights; they give
+step times only. Times are medians over replays of captured steps at one context, by device events. Tokens/s are those of whole
+batches by the wall clock, prompts included.
 
 Parts, all by default: limit; check (logits, greedy, like-plain, distribution); sync; drafters; memory; starts; host; tokens;
 queue (128 requests, 32 at once); mixed (half of them copying); timeline (where a batch's time goes); sampled; share; replay;
@@ -39,7 +40,7 @@ BY_SHAPE = ("share", "replay", "shared")
 
 
 def small_parts(record: Record, parts: list[str], given: argparse.Namespace, prompts: dict[str, Any]) -> None:
-    """The parts that are about the small model, on real weights if there are any."""
+    """The parts for the small model, with real weights if they were given."""
     folder = hub.resolve(given.gguf) if given.gguf else None
     name = given.small
     target = Target.load(folder, torch.bfloat16, DEVICE) if folder else Target.random(SHAPES[name], device=DEVICE)
@@ -76,7 +77,7 @@ def small_parts(record: Record, parts: list[str], given: argparse.Namespace, pro
 
 
 def shape_parts(record: Record, parts: list[str], given: argparse.Namespace, name: str) -> None:
-    """The parts that are about a shape, on random weights."""
+    """The parts for a shape, with random weights."""
     target = Target.random(SHAPES[name], device=DEVICE)
     if given.few:
         target.kernels.few = given.few  # type: ignore[attr-defined]
@@ -97,7 +98,7 @@ def main() -> None:
     options.add_argument("--parts", type=names, default=[*PARTS, *BY_SHAPE])
     options.add_argument("--small", default="SmolLM2-135M", help="the shape of the small model without --gguf")
     options.add_argument("--shapes", type=names, default=["SmolLM2-135M", "Qwen3-0.6B", "Llama-3.1-8B"])
-    options.add_argument("--share", type=names, default=["Qwen3-0.6B"], help="the shapes that `share` is about")
+    options.add_argument("--share", type=names, default=["Qwen3-0.6B"], help="the shapes for the part `share`")
     options.add_argument("--rows", type=numbers, default=[1, 8, 32, 128])
     options.add_argument("--widths", type=numbers, default=[0, 2, 4, 8, 16])
     options.add_argument("--samples", type=int, default=4000)
@@ -125,7 +126,7 @@ def main() -> None:
     if given.prompts:
         prompts = json.loads(given.prompts.read_text())
     gc.collect()
-    gc.freeze()  # what is loaded by now stays: the collector need not look at it between steps
+    gc.freeze()  # all objects so far stay, so the collector need not visit them between steps
     if set(parts) & set(PARTS):
         small_parts(record, parts, given, prompts)
         release()

@@ -1,6 +1,6 @@
-"""What the GPU benchmarks share: engines on shapes and real weights, runs of whole batches, captured steps replayed on a fixed
-state, and a record that is written part by part, whatever fails. Without CUDA all of it runs on the CPU, uncaptured,
-to try the scripts; figures mean nothing there.
+"""Shared code of the GPU benchmarks: engines with real or random weights, runs of whole batches, replays of captured steps on a
+fixed state, and a record that is written part by part, also after a failure. Without CUDA all of it runs on the CPU,
+uncaptured, to try the scripts; the figures then mean nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ARMS: dict[str, Speculation | None] = {
     "plain": None,
     "ngram k=4": NGRAM,
     "prediction k=4": Speculation("prediction", 4),
-    # batches repeat their prompts, so nothing may be remembered from one to the next
+    # batches repeat their prompts, so the drafter must not remember earlier answers
     "suffix k=4": Speculation("suffix", 4, suffix_decoding_max_cached_requests=0),
     "draft_model k=4": OWN,
     "draft_model k=4, drawn": DRAWN,
@@ -50,7 +50,7 @@ ARMS: dict[str, Speculation | None] = {
 
 
 class NoText:
-    """A detokenizer for ids that mean nothing."""
+    """A detokenizer for random ids: it gives no text."""
 
     def push(self, ids: list[int]) -> str:
         return ""
@@ -65,7 +65,7 @@ def synchronize() -> None:
 
 
 def release() -> None:
-    """Give back the memory of what is no longer referred to."""
+    """Free the memory of objects that nothing refers to."""
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
@@ -74,8 +74,8 @@ def release() -> None:
 def engine(
     target: Target, speculation: Speculation | None = None, rows: int = 32, kv_tokens: int | None = -1, make: Any = None
 ) -> Engine:
-    """kv_tokens: None takes what is free, -1 room for all rows at the longest context. make: a drafter for `speculation`
-    other than the table's. draft_model drafts with the target itself."""
+    """kv_tokens: None: all free memory; -1: enough for all rows at the longest context. make: a factory to use instead of the
+    drafter table. draft_model drafts with the target itself."""
     kv_tokens = rows * CONTEXT if kv_tokens == -1 else kv_tokens
     config = EngineConfig(max_model_len=CONTEXT, max_num_seqs=rows, kv_cache_tokens=kv_tokens, speculation=speculation)
 
@@ -90,7 +90,7 @@ def engine(
 
 
 class Ran(NamedTuple):
-    """A batch: seconds, the answers in the order of the prompts, and what the engine counted meanwhile."""
+    """A batch: its seconds, its answers in the order of the prompts, the engine's counts, and its waits for the device."""
 
     seconds: float
     answers: list[list[int]]
@@ -108,8 +108,8 @@ def run(
     fresh: bool = True,
     **more: Any,
 ) -> Ran:
-    """Answer the prompts, closed. guesses: expected outputs; seeds: 0, 1, .. by default; fresh: without what is cached of
-    earlier prompts; more: sampling parameters."""
+    """Answer the prompts as one closed batch. guesses: expected outputs; seeds: 0, 1, .. by default; fresh: empty the prefix
+    cache first; more: sampling parameters."""
     answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     if fresh:
         it.scheduler.pages.clear()
@@ -130,15 +130,15 @@ def run(
 
 
 def capture(it: Engine, rows: int, features: Features | None = None) -> None:
-    """Have the steps of so many rows ready, with drafts and without."""
+    """Capture the steps of `rows` rows, with drafts and without."""
     cycle = it._step.cycle
     served = cycle.served(features or Features())
     it._step.runner.warm_up([decode_key(rows, width, None, served) for width in step_widths(cycle.width)], whole=False)
 
 
 def median_ms(launch: Callable[[], Any], repeat: int, before: Callable[[], Any] = lambda: None) -> float:
-    """Median milliseconds of a launch, by device events; `before` runs ahead of each and is not timed. Slow launches are
-    repeated less, down to 10 times."""
+    """Median milliseconds of a launch, by device events. `before` runs before each launch and is not timed. Slow launches are
+    repeated fewer times, 10 at least."""
     first = []
     for _ in range(3):
         before()
@@ -157,7 +157,7 @@ def median_ms(launch: Callable[[], Any], repeat: int, before: Callable[[], Any] 
 
 
 def _timed(launch: Callable[[], Any]) -> float:
-    """Milliseconds by the clock."""
+    """The milliseconds of a launch by the wall clock."""
     synchronize()
     start = time.perf_counter()
     launch()
@@ -166,8 +166,8 @@ def _timed(launch: Callable[[], Any]) -> float:
 
 
 def fill(it: Engine, rows: int, context: int) -> Callable[[], None]:
-    """Give the first slots sequences of random ids with pages of their own, active and far from their limit. What is returned
-    puts their lengths back, so that every step is made at the same context."""
+    """Give the first slots sequences of random ids, each with its own pages, active and far from its limit. Returns a function
+    that resets their lengths, so that every step has the same context."""
     state, block = it.state, it.config.block_size
     each = -(-(context + 100) // block)
     for slot in range(rows):
@@ -188,8 +188,9 @@ def step_ms(
     it: Engine, rows: int, width: int, context: int, repeat: int = 60, sampling: dict[str, Any] | None = None,
     drafts: int | None = None,
 ) -> float:
-    """Milliseconds of a step (captured on CUDA) of so many rows at this context, drafting included where the engine does.
-    sampling: the parameters of all rows, greedy by default; drafts: of all rows together (None: width for each)."""
+    """Milliseconds of a step (captured on CUDA) of `rows` rows at this context. It includes drafting if the engine has a
+    drafter. sampling: the parameters of all rows, greedy by default. drafts: shared drafts of all rows; None: width for each
+    row."""
     put_back = fill(it, rows, context)
     step, slot, k = it._step, list(range(rows)), [width] * rows
     params = SamplingParams(**({"temperature": 0} | (sampling or {})), max_tokens=8)
@@ -200,13 +201,13 @@ def step_ms(
 
 
 class Record:
-    """What was found, by part; written after each. A part that fails is recorded by the end of its traceback."""
+    """The results by part, written after each part. For a part that fails it holds the end of the traceback."""
 
     def __init__(self, path: Path, **known: Any) -> None:
         self.path, self.found, self.start = path, dict(known), time.perf_counter()
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
-        """Do it and record what it gives; None if it failed."""
+        """Do the work, record its result and return it; None if it failed."""
         begin, value = time.perf_counter(), None
         try:
             value = self.found[name] = work()
@@ -219,6 +220,6 @@ class Record:
         print(f"[{now - self.start:.0f} s] {name}: {now - begin:.1f} s: {said[:1500]}", flush=True)
         try:
             release()
-        except RuntimeError as error:  # the device is gone; what is left says so, part by part
+        except RuntimeError as error:  # the device has failed; each of the other parts will record that
             print(error, flush=True)
         return value

@@ -1,10 +1,11 @@
-"""The CUDA kernels alone: checked against their torch twins, then timed in synthetic decode steps of three models' shapes
-(random weights, different ones in each layer) in CUDA graphs, and compared with the same steps on cuBLAS products.
+"""The CUDA kernels alone. Checks them against their torch twins. Then times them in synthetic decode steps in CUDA graphs, with
+the shapes of three models and random weights, different ones in each layer, and compares with the same steps on cuBLAS
+products.
 
     PYTHONPATH=src python3 benchmarks/gpu/kernels.py [--sweep] [--out FOLDER]
 
---sweep first times every tile configuration of every product and of attention, and runs the steps with the fastest; the tables
-of kernels/cuda_cuts.py are its result. Needs one GPU of compute capability 9.0 or later; the records go to FOLDER.
+--sweep first times every tile configuration ("cut") of every product and of attention, and runs the steps with the fastest. The
+tables of kernels/cuda_cuts.py are its result. Needs one GPU of compute capability 9.0 or later. The records go to FOLDER.
 """
 
 # ruff: noqa: B023  (the functions made in loops are captured and dropped before the loop goes on)
@@ -46,10 +47,10 @@ class Model(NamedTuple):
     layers: int
     vocabulary: int
     norms: bool
-    bar: float  # ms, a plain step of one request at context 512
+    bar: float  # ms, for a plain step of one request at context 512
 
     def products(self) -> dict[str, tuple[int, int, bool]]:
-        """(outputs, k, gate) of each product of a step."""
+        """(outputs, k, gate) of each product of a step. k: the length of the sums; gate: gate and up as one product."""
         heads, kv, dim = self.attention[:3]
         return {
             "qkv": ((heads + 2 * kv) * dim, self.hidden, False), "o": (self.hidden, heads * dim, False),
@@ -78,8 +79,8 @@ def matrix(rows: int, columns: int) -> Matrix:
 
 
 def graph_ms(work: Callable[[], Any], repeats: int = 5, least: int = 20, most: int = 400) -> tuple[float, float]:
-    """Capture `work` in a CUDA graph. The median ms of a replay over `repeats` runs of replays in a row, and the spread
-    ((max - min) / median) of those runs."""
+    """Capture `work` in a CUDA graph and replay it in `repeats` runs. Returns the median ms of a replay over the runs, and
+    their spread, (max - min) / median."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -110,6 +111,7 @@ def graph_ms(work: Callable[[], Any], repeats: int = 5, least: int = 20, most: i
 
 
 def error(got: Tensor, want: Tensor) -> float:
+    """The norm of the difference relative to the norm of `want`."""
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
@@ -153,7 +155,7 @@ def cuts(n: int, k: int, gate: bool, normed: bool) -> list[Tiles]:
             for warps in (2, 4, 8):
                 for count in (2, 3, 4):
                     whole = sum(parts(k, count, 16 * warps))
-                    held = columns * rows * whole / (warps * 32)  # weights of a thread
+                    held = columns * rows * whole / (warps * 32)  # weights that a thread holds
                     tokens = 16 * whole / (warps * 32)
                     if 16 <= held <= 192 and tokens <= 256 and 48 <= n // columns <= 800:
                         found.append(Tiles(columns, warps, 0, count))
@@ -180,7 +182,7 @@ def many_cuts(n: int, k: int, gate: bool, normed: bool, most: int) -> list[Tiles
     found = [Tiles(*loop, tokens=64) for loop in loops]
     if most == 32:
         found += [tiles._replace(tokens=32) for tiles in found]
-    if most <= 64 and k <= 1536:  # several tiles of those for up to 16 tokens
+    if most <= 64 and k <= 1536:  # several tiles of the cuts for up to 16 tokens
         found += [Tiles(16, 8, 0, 3), Tiles(16, 4, 0, 3), Tiles(8, 4, 0, 3), Tiles(16, 8, 0, 3, tokens=32)]
     if most == 256:
         found += [Tiles(*loop, tokens=128) for loop in ((32, 4, 64, 4), (64, 8, 64, 4), (128, 8, 64, 3))]
@@ -192,7 +194,7 @@ def many_cuts(n: int, k: int, gate: bool, normed: bool, most: int) -> list[Tiles
     return found if not normed else apart + (found if k < 1024 and n < 32768 else [])
 
 
-CLASSES = {  # the loads that a class of tokens is timed with
+CLASSES = {  # the loads (rows, width, context) that time a class of tokens
     16: ((1, 1, 512), (1, 9, 512)),
     32: ((32, 1, 512),),
     64: ((8, 5, 512),),
@@ -225,7 +227,8 @@ ATTENTION_MANY = tuple(
 
 
 def compile_product(job: tuple[int, str, int, int, bool, Tiles]) -> str:
-    """In a process of its own: put a kernel into Triton's cache, and check it. What is wrong with it, where anything is."""
+    """Runs in a process of its own: compiles a kernel into Triton's cache and checks it. Returns the problem, or an empty
+    text."""
     most, kind, n, k, gate, tiles = job
     try:
         weight = matrix(n * (2 if gate else 1), k)
@@ -267,14 +270,14 @@ OWN_CUTS = dict(cuda_attention.CUTS)
 
 
 def use_attention(model: Model, cut: cuda_attention.Cut | None) -> None:
-    """This cut for few rows and many of heads as wide as the model's; None: the kernels' own."""
+    """Use this cut for heads of the model's width, with few rows and with many. None: the kernels' own cuts."""
     for few in (True, False):
         key = (few, model.attention.head_dim > 64)
         cuda_attention.CUTS[key] = cut or OWN_CUTS[key]
 
 
 def bound(context: int) -> int:
-    """The host's bound on the context, as an engine would have it: well above."""
+    """The host's upper bound on the context, well above it, as in an engine."""
     return 8192 if context > 512 else 2048
 
 
@@ -293,8 +296,8 @@ class Layer(NamedTuple):
 
 
 class Step:
-    """A decode step of `rows` requests of `width` tokens each, `context` positions behind them. cut: of attention, None for
-    the kernels' own."""
+    """Decode steps of a model: `rows` requests with `width` tokens each, after `context` positions. cut: the cut of attention;
+    None: the kernels' own."""
 
     def __init__(self, model: Model, pages: int) -> None:
         self.model = model
@@ -323,8 +326,8 @@ class Step:
         return Batch(ids, positions, starts, table, torch.arange(rows * width, device=DEVICE))
 
     def forward(self, run: Any, batch: Batch, without: str = "", chained: bool = True) -> Tensor:
-        """`without` leaves one kind of launch out, to see what it costs in the chain; chained: from the second layer on each
-        launch lets the next begin at once, as the model does it."""
+        """without: leave out one kind of launch, to measure its cost in the chain. chained: from the second layer on, each
+        launch lets the next one begin at once, as in the model."""
         use_attention(self.model, self.cut)
         x = self.embedding.embed(batch.ids)
         heads, kv, dim = self.model.attention[:3]
@@ -355,8 +358,8 @@ class Step:
 
 
 def check_step(step: Step, rows: int, width: int, context: int) -> float:
-    """The logits and keys of a step against the torch twin's in bfloat16; width 0: ragged rows, as in prefill. Layers of
-    random weights magnify rounding: a few are run."""
+    """The largest error of a step's logits and keys against the torch twin in bfloat16. width 0: ragged rows, as in prefill.
+    Only a few layers run, since layers of random weights magnify rounding."""
     kept, step.layers = step.layers, step.layers[:4]
     if width:
         batch, run = step.batch(rows, width, context), CudaKernels(DEVICE).bounded(width, context + width)
@@ -380,8 +383,9 @@ def check_step(step: Step, rows: int, width: int, context: int) -> float:
 
 
 def sweep(steps: list[Step], given: list[str], most: int) -> list[dict[str, Any]]:
-    """The fastest cut of each product and of attention, one after the other, in the step itself: what a launch costs depends
-    on its neighbours, whose ends and beginnings it overlaps. For up to `most` tokens. Sets TUNED or MANY, and steps' cuts."""
+    """Finds the fastest cut of each product and of attention for up to `most` tokens, one after the other, in the step itself.
+    A launch's cost depends on its neighbours, since it overlaps their ends and beginnings. Sets TUNED or MANY, and steps'
+    cuts."""
     jobs = [
         (most, kind, *shape, tiles) for step in steps for kind, shape in step.model.products().items() if kind in given
         for tiles in cuts_for(most, kind, shape)
@@ -481,11 +485,11 @@ def time_argmax() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--tokens", default="16", help="which classes of tokens --sweep goes over: 16, 32, 64, 128, 256")
-    parser.add_argument("--models", default="0,1,2", help="which of the models, by number")
-    parser.add_argument("--kinds", default="gate_up,down,qkv,o,attention,head", help="what --sweep goes over, in this order")
-    parser.add_argument("--alone", action="store_true", help="the sweep and nothing after it")
-    parser.add_argument("--brief", action="store_true", help="one request at context 512 alone")
+    parser.add_argument("--tokens", default="16", help="the classes of tokens for --sweep: 16, 32, 64, 128, 256")
+    parser.add_argument("--models", default="0,1,2", help="the models, by number")
+    parser.add_argument("--kinds", default="gate_up,down,qkv,o,attention,head", help="the kinds of launches for --sweep, in this
+    order") parser.add_argument("--alone", action="store_true", help="only the sweep")
+    parser.add_argument("--brief", action="store_true", help="only one request at context 512")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     given = parser.parse_args()
     torch.manual_seed(int(time.time()))

@@ -1,5 +1,5 @@
-"""What steps and whole batches take on the GPU: the machine's limits, captured steps by rows and drafts, what drafting costs
-in a step, the host's work, tokens/s of each drafter, and what an engine takes to start and to hold.
+"""Times of steps and of whole batches on the GPU: the machine's limits, captured steps by rows and drafts, the cost of drafting
+in a step, the host's work, the tokens/s of each drafter, and an engine's start-up time and memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOKENS_PER_S: Wide = {"plain": None, "ngram k=4": NGRAM, "ngram k=8": Speculatio
 
 
 def limit() -> dict[str, float]:
-    """Copy bandwidth, and what a tiny kernel takes in a graph."""
+    """The copy bandwidth, and the time of a tiny kernel in a graph."""
     a, b = (torch.empty(1 << (30 if CUDA else 20), dtype=torch.uint8, device=DEVICE) for _ in range(2))
     found = {"copy_TB_per_s": 2 * a.numel() / median_ms(lambda: b.copy_(a), 20) / 1e9}
     if CUDA:
@@ -53,11 +53,11 @@ def limit() -> dict[str, float]:
 
 
 def _chain_us(launch: Callable[[], Any], count: int, before: Callable[[], Any] = lambda: None, repeat: int = 50) -> float:
-    """Microseconds of a launch, from a graph of `count` of them in a row."""
+    """The microseconds of a launch, from a graph of `count` launches in a row."""
     before()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        launch()  # compiled and loaded before it is captured
+        launch()  # compile and load it before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -68,7 +68,7 @@ def _chain_us(launch: Callable[[], Any], count: int, before: Callable[[], Any] =
 
 @torch.inference_mode()
 def replay(target: Target, widths: Sequence[int], rows: Sequence[int], context: int = 512) -> list[dict[str, Any]]:
-    """Milliseconds of a step by drafts a row and rows, n-gram drafting included where there are drafts."""
+    """Milliseconds of a step by drafts a row and by rows. Steps with drafts include n-gram drafting."""
     cells = []
     for width in widths:
         it = engine(target, Speculation("ngram", width, 2, 5) if width else None, max(rows))
@@ -77,7 +77,7 @@ def replay(target: Target, widths: Sequence[int], rows: Sequence[int], context: 
             cell: dict[str, Any] = {"rows": count, "k": width, "context": context}
             try:
                 cell["ms"] = step_ms(it, count, width, context)
-            except RuntimeError as error:  # too much for the memory, say
+            except RuntimeError as error:  # for instance out of memory
                 cell["problem"] = str(error)[:200]
             cells.append(cell)
             print(cell, f"{time.perf_counter() - start:.1f} s", flush=True)
@@ -90,7 +90,7 @@ def replay(target: Target, widths: Sequence[int], rows: Sequence[int], context: 
 
 @torch.inference_mode()
 def shared(target: Target, rows: Sequence[int] = (2, 4, 8, 12, 16, 24, 32), width: int = 4, context: int = 512) -> list[dict]:
-    """Milliseconds of a step by rows: plain, with drafts that all rows share, and with `width` for each."""
+    """Milliseconds of a step by rows: plain, with shared drafts, and with `width` drafts for each row."""
     cells, it = [], engine(target, Speculation("ngram", width, 2, 5), max(rows))
     for count in rows:
         for drafts in (0, *shared_drafts(count, width), None):
@@ -112,8 +112,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 @torch.inference_mode()
 def sampled(target: Target, rows: Sequence[int], widths: Sequence[int] = (0, 4), context: int = 512) -> list[dict[str, Any]]:
-    """Milliseconds of a step by sampling parameters, and of choosing alone by torch's operations, which sort: on logits like
-    the step's, captured as well."""
+    """Milliseconds of a step by sampling parameters. Also milliseconds of choosing alone, in the cycle's form and by torch's
+    operations, which sort; on logits of the step's shape, captured too."""
     cells = []
     for width in widths:
         it = engine(target, Speculation("ngram", width, 2, 5) if width else None, max(rows))
@@ -129,7 +129,7 @@ def sampled(target: Target, rows: Sequence[int], widths: Sequence[int] = (0, 4),
 
 
 def _choosing(it: Engine, rows: int, width: int) -> dict[str, float]:
-    """Milliseconds of choosing for the parameters that the first slots have, in the cycle's own form and in torch's."""
+    """Milliseconds of choosing with the parameters of the first slots, in the cycle's own form and in torch's."""
     if not CUDA:
         return {}
     cycle, total = it._step.cycle, rows * (width + 1)
@@ -138,7 +138,7 @@ def _choosing(it: Engine, rows: int, width: int) -> dict[str, float]:
     positions = torch.arange(total, device=DEVICE) % 500
     found = (cycle.features(range(rows)), it.sampling.features(range(rows)))
     own, exact = (decode_key(rows, width, None, features) for features in found)
-    empty: Any = None  # choosing reads nothing else of a layout
+    empty: Any = None  # choosing does not read the other fields of a layout
     layout = Layout(empty, slot, slot, positions, None, empty, None, slot, None, None)
     return {
         "choosing_ms": _chain_us(lambda: cycle._choose(own, layout, logits), 5) / 1e3,
@@ -147,7 +147,7 @@ def _choosing(it: Engine, rows: int, width: int) -> dict[str, float]:
 
 
 class Unasked(Stateless):
-    """A drafter that is never asked: its engine's steps have space for drafts and look nothing up."""
+    """A drafter that is never called. The steps of its engine have space for drafts but no look-up."""
 
     needs = Needs()
 
@@ -157,9 +157,9 @@ class Unasked(Stateless):
 
 @torch.inference_mode()
 def share(target: Target, rows: Sequence[int] = (1, 8, 32), width: int = 4, context: int = 512) -> list[dict[str, Any]]:
-    """What drafting by look-up, acceptance and commit take of a step of k = 4: the launch that does all three, in a graph of
-    nothing else (each waits for the one before it to end, which in a step it need not: a bound from above); the same without
-    the look-up; and the whole step, with and without the look-up."""
+    """The share of n-gram look-up, acceptance and commit in a step of k = 4. Times the launch that does all three, in a graph
+    of such launches; that is an upper bound, since each waits for the end of the one before it, which it need not do in a step.
+    Also times the launch without the look-up, and the whole step with and without it."""
     from forerun.kernels import cuda_step
 
     look_up = cuda_step.LookUp(2, 5, target.vocab)
@@ -191,7 +191,7 @@ def share(target: Target, rows: Sequence[int] = (1, 8, 32), width: int = 4, cont
 
 
 def host_time(target: Target, prompts: Prompts, rows: Sequence[int] = (1, 8, 32, 128)) -> list[dict[str, Any]]:
-    """Microseconds of host work a step, without waiting for the device, beside the step's whole time."""
+    """Microseconds of the host's work in a step, without the wait for the device, and of the whole step."""
     cells = []
     for count in rows:
         for name in ("plain", "ngram k=4"):
@@ -234,9 +234,9 @@ def batches(
     repeat: int = 3,
     rows: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Tokens/s of closed batches, all arms in turn, forwards and backwards; identical: answers that equal plain's (plain's own:
-    those of its run before). An arm that fails says so and is left out from then on. `prediction` is given plain's answers.
-    rows: how many requests run at once, the others wait (None: all run)."""
+    """Tokens/s of closed batches. The arms are interleaved, forwards and backwards. identical: answers that equal those of
+    plain decoding; for plain, those of its own run before. An arm that fails is recorded with the reason and not run again.
+    `prediction` gets the answers of plain decoding. rows: requests that run at once, the others wait; None: all run."""
     engines: dict[str, Engine] = {}
     cells = []
     for count in counts:
@@ -279,8 +279,8 @@ def batches(
 
 
 def timeline(target: Target, prompts: Prompts, rows: int = 32, tokens: int = 256) -> list[dict[str, Any]]:
-    """Where the time of a closed batch goes: for each shape of a step how often it came, the milliseconds from one launch's end
-    to the next's by device events (what the device waited for the host included), and what the policy took it to cost."""
+    """The time of a closed batch by the shapes of its steps. For each shape: the number of steps, the milliseconds from one
+    launch's end to the next one's by device events (waits for the host included), and the cost that the policy assumed."""
     cells: list[dict[str, Any]] = []
     for name, arm in TOKENS_PER_S.items() if CUDA else ():
         it = engine(target, arm, rows)
@@ -320,8 +320,9 @@ def timeline(target: Target, prompts: Prompts, rows: int = 32, tokens: int = 256
 
 
 def memory(target: Target, repeat: int = 3) -> dict[str, Any]:
-    """Tokens of KV cache that an engine takes by itself, and seconds until it is ready, plain and with n-gram drafts, in turn,
-    after one of each that compiles. Each engine is alone on the device beside the weights."""
+    """The capacity of the KV cache that an engine chooses, in tokens, and the seconds until it is ready, plain and with n-gram
+    drafts interleaved. The first of each compiles kernels and does not count. Only the weights share the device with an
+    engine."""
     found: dict[str, list[dict[str, Any]]] = {"plain": [], "ngram k=4": []}
     for i in range(repeat + 1):
         for name, starts in found.items():
@@ -361,8 +362,8 @@ print(json.dumps({"kv_tokens": settings["kv_cache_tokens"], "graphs": settings["
 
 
 def starts(folder: Any, repeat: int = 2) -> dict[str, Any]:
-    """Seconds from starting a process until an LLM with all defaults is ready, plain and with n-gram drafts, in turn, after
-    one of each that compiles; and the KV cache it took."""
+    """Seconds from the start of a process until an LLM with all defaults is ready, and its KV cache, plain and with n-gram
+    drafts interleaved. The first of each compiles kernels and does not count."""
     ngram = json.dumps(NGRAM.effective())
     found: dict[str, list[dict[str, Any]]] = {"plain": [], "ngram k=4": []}
     for i in range(repeat + 1):

@@ -1,11 +1,11 @@
-"""This engine beside vLLM on one GPU: tokens/s of the same prompts, median over median, with all samples kept.
+"""Compares this engine with vLLM on one GPU: tokens/s of the same prompts, as the ratio of medians. All samples are kept.
 
     python3 benchmarks/gpu/versus_vllm.py --ours DIR/engine.json --vllm PLAIN.json NGRAM.json [--out FILE]
 
---ours: what benchmarks/gpu/engine.py wrote, with the part `tokens` (and `drafters`, if it is there). --vllm: records of one
+--ours: the record of benchmarks/gpu/engine.py, with the part `tokens` and, if it exists, `drafters`. --vllm: records of one
 vLLM configuration each: {"spec": null or its speculative_config, "cells": [{"kind", "concurrency", "times", "tokens_per_s",
-..}]}, times in seconds of closed batches. Only records of one session on one machine may be compared; that is the caller's to
-see to.
+..}]}, with the times of closed batches in seconds. Only records of one session on one machine are comparable. This script does
+not check that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 
 class Cell(NamedTuple):
-    """What was run: repeat or random, how many requests at once, and the arm, "plain" or "ngram k=4"."""
+    """A case: the kind of prompt (repeat or random), the number of requests at once, and the arm ("plain", "ngram k=4")."""
 
     kind: str
     requests: int
@@ -30,7 +30,7 @@ def arm_of(spec: dict[str, Any] | None) -> str:
 
 
 def of_vllm(record: dict[str, Any]) -> dict[Cell, list[float]]:
-    """Tokens/s of every timed batch. How many tokens a batch had follows from the record's own median."""
+    """Tokens/s of every timed batch. The number of tokens of a batch follows from the record's own median."""
     found = {}
     for cell in record["cells"]:
         times = [float(t) for t in cell["times"]]
@@ -40,7 +40,7 @@ def of_vllm(record: dict[str, Any]) -> dict[Cell, list[float]]:
 
 
 def of_ours(record: dict[str, Any]) -> dict[Cell, list[float]]:
-    """The same of engine.py's record; a part that failed there is text and has no cells."""
+    """Tokens/s of every timed batch in engine.py's record. A part that failed there is a text without cells."""
     found: dict[Cell, list[float]] = {}
     for part in ("drafters", "tokens_per_s"):
         cells = record.get(part, [])
@@ -51,7 +51,7 @@ def of_ours(record: dict[str, Any]) -> dict[Cell, list[float]]:
 
 
 def compare(ours: dict[Cell, list[float]], theirs: dict[Cell, list[float]]) -> list[dict[str, Any]]:
-    """The cells that both have."""
+    """The cells that both have, with the ratio of their medians."""
     return [
         {
             **cell._asdict(),
@@ -65,7 +65,7 @@ def compare(ours: dict[Cell, list[float]], theirs: dict[Cell, list[float]]) -> l
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """For people: medians, their ratio, and the ratio of our slowest batch to their fastest."""
+    """A Markdown table: medians, their ratio, and the ratio of our slowest batch to their fastest."""
     lines = ["| kind | requests | arm | ours, tokens/s | vLLM | ours / vLLM | slowest / fastest |", "|---" * 7 + "|"]
     for cell in cells:
         ours, theirs = statistics.median(cell["ours"]), statistics.median(cell["vllm"])
