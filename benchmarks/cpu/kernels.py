@@ -1,6 +1,7 @@
-"""Speed of the CPU kernels at the shapes of SmolLM2-135M. Gives the GB/s of weights read for 1 to 32 tokens, compared with
-torch's linear layer and with oneDNN's on packed weights, and the time of a whole step. There are 30 layers with weights of
-their own, so that weights come from memory, as in a real model.
+"""Speed of the CPU kernels at the shapes of SmolLM2-135M.
+
+Gives the GB/s of weights read for 1 to 32 tokens, compared with torch's linear layer and with oneDNN's on packed weights, and
+the time of a whole step. There are 30 layers with weights of their own, so that weights come from memory, as in a real model.
 
     python benchmarks/cpu/kernels.py [--quick]
 

@@ -487,8 +487,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tokens", default="16", help="the classes of tokens for --sweep: 16, 32, 64, 128, 256")
     parser.add_argument("--models", default="0,1,2", help="the models, by number")
-    parser.add_argument("--kinds", default="gate_up,down,qkv,o,attention,head", help="the kinds of launches for --sweep, in this
-    order") parser.add_argument("--alone", action="store_true", help="only the sweep")
+    parser.add_argument("--kinds", default="gate_up,down,qkv,o,attention,head", help="the launches for --sweep, in this order")
+    parser.add_argument("--alone", action="store_true", help="only the sweep")
     parser.add_argument("--brief", action="store_true", help="only one request at context 512")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     given = parser.parse_args()
