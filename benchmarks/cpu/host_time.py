@@ -3,9 +3,9 @@
     python benchmarks/cpu/host_time.py [--text] [--out FILE] [--profile ROWS]
 
 The steps have the padded layout. A report that is ready at once replaces the device's part: random tokens, and with n-gram
-drafts of 4 tokens the counts of rows that accept 2 of 4, or had no draft. The costs of launching on a GPU (a graph, copies, an
-event) are not included. Bar: below the device's time for the same step. --text: also run with the default model's detokenizer,
-which is fetched if needed.
+drafts of 4 tokens the counts of rows that accept 2 of them. The costs of launching on a GPU (a graph, copies, an event) are not
+included. Bar: below the device's time for the same step. --text: also run with the default model's detokenizer, which is
+fetched if needed.
 """
 
 from __future__ import annotations
