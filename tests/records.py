@@ -46,7 +46,8 @@ class Way:
 def answer(
     way: Way, task: str, index: int, tokens: int = 73, factor: float = 1.0, chunks: bool = False, wait_s: float = 0.0
 ) -> Answer:
-    """A request of `tokens` tokens: the first after 100 ms, then the steps of `way`, times `factor`. wait_s: added to the first."""
+    """A request of `tokens` tokens: the first after 100 ms, then the steps of `way`, all times `factor`; wait_s comes before
+    it."""
     at, made, turn = 0.1 * factor + wait_s, 1, 0
     steps, drafts, drafted_at, accepted_at = 0, 0, [0] * way.drafted, [0] * way.drafted
     pieces = [Chunk(at, 1, 4)]
