@@ -1,5 +1,5 @@
-"""The prefix cache hands out nothing but what was computed: the scheduler against a model of the device, whose pages remember
-for which tokens each of their positions was computed, by the target and by a drafter with keys and values of its own."""
+"""The prefix cache holds only computed pages. The scheduler runs against a model of the device: its pages record for which text
+each position was computed, by the target and by a drafter with keys and values of its own."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Text = tuple[int, ...]
 
 
 def continued(ids: Text) -> int:
-    """The one right next token; now and then a stop."""
+    """The only correct next token; sometimes the stop."""
     return hash(ids) % 23
 
 
 class Device:
-    """Steps run when they are launched. Keys and values of a position are right for the text up to and with it."""
+    """Steps run when they are launched. A position's keys and values are correct for one text, the tokens up to and with it."""
 
     def __init__(self, scheduler: Scheduler, rng: random.Random, width: int) -> None:
         self.scheduler, self.rng, self.width = scheduler, rng, width
         self.size = scheduler.pages.block_size
-        self.target: dict[tuple[int, int], Text] = {}  # (page, offset) -> what was computed there
+        self.target: dict[tuple[int, int], Text] = {}  # (page, offset) -> the text computed there
         self.drafter: dict[tuple[int, int], Text] = {}
         self.text: dict[int, Text] = {}  # of each slot
         self.alive: dict[int, bool] = {}
@@ -46,7 +46,8 @@ class Device:
                 memory[pages[at // self.size], at % self.size] = text[: at + 1]
 
     def propose(self, slot: int, pages: list[int]) -> None:
-        """As a draft model on the padded layout: the last two committed tokens, then each draft but the last is computed."""
+        """Draft as a draft model does with the padded layout: it computes the last two committed tokens, then each draft token
+        but the last."""
         text, right = self.text[slot], self.rng.randint(0, self.width)
         for i in range(self.width):
             text += (continued(text) + (i >= right) * 100,)
@@ -54,17 +55,17 @@ class Device:
         self.write(self.drafter, pages, text[:-1], len(self.text[slot]) - 2)
 
     def run(self, row: PlanRow) -> list[int]:
-        """One row's part of a step; the tokens that it reports."""
+        """Run one row's part of a step. Return the tokens that it reports."""
         sequence = row.sequence
         slot, pages = sequence.slot, sequence.pages[: sequence.mapped]
         if not self.alive[slot]:
             return []
         text = self.text[slot]
-        if row.pending > 1 or not row.samples:
+        if row.pending > 1 or not row.commits:
             part = text[: sequence.computed + row.pending]
             for memory in (self.target, self.drafter):
                 self.write(memory, pages, part, sequence.computed)
-            if not row.samples:
+            if not row.commits:
                 if sequence.resumes(row):
                     self.propose(slot, pages)
                 return []
@@ -96,11 +97,11 @@ class Device:
         return [(row, self.run(row)) for row in plan.rows]
 
     def wrong(self, drafter: bool) -> int:
-        """How many published pages hold what they do not stand for."""
+        """Entries of published pages that were computed for another text than the page's key says."""
         texts: dict[int, Text] = {0: ()}
         count = 0
         for (before, ids), (page, serial) in sorted(self.scheduler.pages._found.items(), key=lambda item: item[1][1]):
-            if before not in texts:  # the page before it was given away: nobody finds this one
+            if before not in texts:  # the page before it was reused, so this one cannot be found
                 continue
             texts[serial] = texts[before] + ids
             for offset in range(self.size):
@@ -110,14 +111,14 @@ class Device:
         return count
 
 
-def play(seed: int, lag: int, behind: int, settle: bool = True) -> tuple[int, int, int]:
-    """Chats of several turns with stops, limits, aborts and preemption on small pages: wrong entries of published pages,
-    requests that began on cached pages, preemptions. settle: publish what was read, not what was launched."""
+def play(seed: int, lag: int, missing: int, settle: bool = True) -> tuple[int, int, int]:
+    """Play chats of several turns, with stops, limits, aborts and preemption, on small pages. Return the numbers of wrong
+    entries in published pages, of prefix hits, and of preemptions. settle: publish what was read, not what was launched."""
     rng = random.Random(seed)
     width = rng.choice([0, 1, 4])
     speculation = Speculation("ngram", width) if width else None
     pages = Pages(rng.choice([14, 30]), rng.choice([2, 4]))
-    it = Scheduler(pages, Policy(speculation), 4, rng.choice([8, 24]), width + 1 if behind else 0, None, behind)
+    it = Scheduler(pages, Policy(speculation), 4, rng.choice([8, 24]), width + 1 if missing else 0, None, missing)
     device = Device(it, rng, width)
     room = pages.count * pages.block_size
     flights: list[list[tuple[PlanRow, list[int]]]] = []
@@ -149,32 +150,32 @@ def play(seed: int, lag: int, behind: int, settle: bool = True) -> tuple[int, in
                 if row.stale:
                     continue
                 ended = len(sequence.ids) + len(tokens_) >= sequence.limit or STOP in tokens_
-                cut = rng.randint(1, len(tokens_)) if tokens_ and rng.random() < 0.05 else 0  # a stop string: the host's affair
+                cut = rng.randint(1, len(tokens_)) if tokens_ and rng.random() < 0.05 else 0  # a stop string, on the host
                 tokens_ = tokens_[:cut] if cut else tokens_
                 if not settle:
                     sequence.settled = sequence.computed - row.pending
                 it.commit(row, tokens_)
-                if row.samples and (ended or cut):
+                if row.commits and (ended or cut):
                     finished.append(tuple(sequence.ids))
                     device.alive[it.finish(sequence)] = False
-        wrong += device.wrong(drafter=behind > 0)
+        wrong += device.wrong(drafter=missing > 0)
     return wrong, hits, preempted
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("behind", [0, 1], ids=["alone", "with a drafter"])
-def test_published_pages_were_computed(lag: int, behind: int) -> None:
-    plays = [play(seed, lag, behind) for seed in range(40)]
+@pytest.mark.parametrize("missing", [0, 1], ids=["target", "target and drafter"])
+def test_published_pages_were_computed(lag: int, missing: int) -> None:
+    plays = [play(seed, lag, missing) for seed in range(40)]
     assert sum(wrong for wrong, _, _ in plays) == 0
     assert sum(hits for _, hits, _ in plays) > 200 and sum(preempted for _, _, preempted in plays) > 50
 
 
-def test_the_model_of_the_device_sees_what_was_wrong() -> None:
-    """Pages published when their step is launched; a drafter's pages published as soon as the target's."""
+def test_the_model_of_the_device_notices_faults() -> None:
+    """First fault: pages are published when their step is launched. Second: a drafter's pages as soon as the target's."""
     assert sum(play(seed, 1, 0, settle=False)[0] for seed in range(40)) > 0
 
     class Hasty(Scheduler):
-        behind = property(lambda self: 0, lambda self, value: None)  # type: ignore[assignment]
+        drafter_missing = property(lambda self: 0, lambda self, value: None)  # type: ignore[assignment]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "Scheduler", Hasty)

@@ -188,7 +188,7 @@ def test_the_witness_notices_faults(tmp_path: Path, fault: str, monkeypatch: pyt
     target = Target.load(tiny_model(tmp_path / "tiny", **SHAPE), "float32")
     if fault == "hits are whole":
         real_match = Pages.match
-        monkeypatch.setattr(Pages, "match", lambda self, ids, again=0: real_match(self, ids))
+        monkeypatch.setattr(Pages, "match", lambda self, ids, recomputed=0: real_match(self, ids))
     else:
         real = Witness.observe
 

@@ -24,7 +24,7 @@ def advance(it: Scheduler, plan: Plan, accept: random.Random | None = None) -> N
     """Commit a step as the engine would, accepting a random share of the drafts."""
     it.launch(plan.rows)
     for row in plan.rows:
-        taken = (accept.randint(0, row.k) if accept else row.k) if row.samples else -1
+        taken = (accept.randint(0, row.k) if accept else row.k) if row.commits else -1
         it.commit(row, [7] * (taken + 1))
         if row.sequence.remaining == 0:
             it.finish(row.sequence)
@@ -40,7 +40,7 @@ def test_a_prompt_is_cut_into_chunks_and_samples_at_its_end() -> None:
     seen = []
     for _ in range(3):
         plan = it.plan()
-        seen.append([(row.pending, row.samples) for row in plan.rows])
+        seen.append([(row.pending, row.commits) for row in plan.rows])
         advance(it, plan)
     assert seen == [[(8, False)], [(8, False)], [(3, True)]]
 

@@ -129,12 +129,12 @@ class Engine:
         self.drafter = make_drafter(self.state, mirror, self.sampling, self.kv, padded)
         policy = Policy(speculation, config.adaptive_drafts and not drawn)
         needs = self.drafter.needs if self.drafter is not None else Needs()
-        # A drafter in the cycle writes keys and values past the step's own tokens into these pages. After a draft that was
-        # accepted to its end, those of the last position come with the next draft only.
-        lookahead, behind = (width + 1, int(padded)) if needs.device and needs.kv_bytes_per_token else (0, 0)
-        table_width, again = self.state.block_table.shape[1], int(bool(needs.layers))
+        # A drafter in the cycle with keys and values of its own writes them past the step's tokens, into the lookahead pages.
+        # With the padded layout it computes those of a fully accepted draft's last position with the next draft.
+        lookahead, missing = (width + 1, int(padded)) if needs.device and needs.kv_bytes_per_token else (0, 0)
+        table_width, recomputed = self.state.block_table.shape[1], int(bool(needs.layers))
         self.scheduler = Scheduler(
-            pages, policy, config.max_num_seqs, self.budget, lookahead, table_width, behind, drawn, again
+            pages, policy, config.max_num_seqs, self.budget, lookahead, table_width, missing, drawn, recomputed
         )  # fmt: skip
         block = speculation is not None and speculation.rejection_sample_method == "block"
         self._step = self._make_step(target, policy, mirror, padded, block)
@@ -378,7 +378,7 @@ class Engine:
         if row.stale:
             return
         self._committing = sequence  # whose request an exception belongs to from here on
-        if not row.samples:
+        if not row.commits:
             self.scheduler.commit(row, [])
             stats.prompt_tokens += row.pending
             self._committing = None

@@ -67,8 +67,8 @@ def context_of(rows: list[PlanRow]) -> float:
 
 class ExactLayout(Common):
     def arrange(self, rows: list[PlanRow]) -> list[Launch]:
-        commits = [row for row in rows if row.samples]
-        rows = [*commits, *(row for row in rows if not row.samples)]
+        commits = [row for row in rows if row.commits]
+        rows = [*commits, *(row for row in rows if not row.commits)]
         slot = [row.sequence.slot for row in rows]
         pending = [row.pending for row in rows]
         total = sum(pending)
@@ -183,10 +183,10 @@ class PaddedLayout(Common):
         self._decoding = None
 
     def arrange(self, rows: list[PlanRow]) -> list[Launch]:
-        decoding = [row for row in rows if row.pending == 1 and row.samples]
+        decoding = [row for row in rows if row.pending == 1 and row.commits]
         launches = [self._decode(decoding)] if decoding else []
         if len(decoding) < len(rows):
-            launches.append(self._prompts([row for row in rows if row.pending != 1 or not row.samples]))
+            launches.append(self._prompts([row for row in rows if row.pending != 1 or not row.commits]))
         return launches
 
     def _decode(self, rows: list[PlanRow]) -> Launch:
@@ -226,8 +226,8 @@ class PaddedLayout(Common):
 
     def _prompts(self, rows: list[PlanRow]) -> Launch:
         """Parts of prompts. Those that end come first, since the report is about them."""
-        ended = [row for row in rows if row.samples]
-        rows = ended + [row for row in rows if not row.samples]
+        ended = [row for row in rows if row.commits]
+        rows = ended + [row for row in rows if not row.commits]
         tokens, padded = sum(row.pending for row in rows), len(rows)
         if self.prompt_sizes is not None:
             tokens, padded = self.prompt_sizes.fit(tokens, padded)
@@ -236,7 +236,7 @@ class PaddedLayout(Common):
             [row.sequence.slot for row in rows] + [self.cycle.state.dummy] * len(nothing),
             [row.sequence.computed for row in rows] + nothing,
             [row.pending for row in rows] + nothing,
-            [int(row.samples) for row in rows] + nothing,
+            [int(row.commits) for row in rows] + nothing,
         ]
         return Launch(Key(PROMPT, padded, tokens, 0, *self.asked(ended)), given, ended)
 

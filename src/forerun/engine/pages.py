@@ -1,9 +1,9 @@
-"""The pages of the KV cache: which are free, who holds them, and which already hold a prompt's beginning. Page numbers
-only; the tensors lie in models/decoder.py's KVCache. Knows no torch.
+"""The pages of the KV cache, by number: which are free, how many sequences hold each, and the prefix cache. The tensors are in
+models/decoder.py's KVCache. This module does not use torch.
 
-A page that is full of committed tokens can be published: it is then found by its tokens and those before it. The key of
-a published page is (the serial of the page before it, its own tokens), compared exactly, so no two texts are mistaken
-for each other. A published page without a holder stays findable until it is needed, least recently used first.
+A page that is full of committed tokens can be published: it is then found by its tokens and those before it. Its key is (the
+serial of the page before it, its own tokens) and is compared exactly, so two texts never collide. A published page without a
+holder stays in the cache until its memory is needed, least recently used first.
 Page 0 is the dummy page: padding rows and inactive rows write there.
 """
 
@@ -31,9 +31,9 @@ class Pages:
         self.restart()
 
     def restart(self) -> None:
-        """All pages are free and nothing is published, whatever was before."""
+        """Make all pages free and publish none."""
         self._holders = [0] * (self.count + 1)
-        self._blank: list[int] = list(range(self.count, 0, -1))  # free, holding nothing of use
+        self._blank: list[int] = list(range(self.count, 0, -1))  # free and not published
         self._idle: OrderedDict[int, None] = OrderedDict()  # free but published, least recently used first
         self._found: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> page, serial
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}  # page -> its key
@@ -43,12 +43,12 @@ class Pages:
         return len(self._blank) + len(self._idle)
 
     def needed(self, tokens: int) -> int:
-        """How many pages hold so many tokens."""
+        """Pages that so many tokens take."""
         return -(-tokens // self.block_size)
 
-    def match(self, ids: Ids[int], again: int = 0) -> Prefix:
-        """The longest published beginning of ids, whole pages, at least one token short of all of ids, without its last `again`
-        pages."""
+    def match(self, ids: Ids[int], recomputed: int = 0) -> Prefix:
+        """The longest published prefix of ids, in whole pages, at least one token shorter than ids; without its last
+        `recomputed` pages."""
         pages, serials, size = list[int](), [ROOT], self.block_size
         for begin in range(0, len(ids) - size, size):
             found = self._found.get((serials[-1], tuple(ids[begin : begin + size])))
@@ -56,17 +56,17 @@ class Pages:
                 break
             pages.append(found[0])
             serials.append(found[1])
-        kept = max(len(pages) - again, 0)
+        kept = max(len(pages) - recomputed, 0)
         return Prefix(pages[:kept], serials[kept])
 
     def hold(self, pages: list[int]) -> None:
-        """One more holder for each of these published pages."""
+        """Add a holder to each of these published pages."""
         for page in pages:
             self._holders[page] += 1
             self._idle.pop(page, None)
 
     def allocate(self, count: int) -> list[int]:
-        """So many pages of one's own. Ask `free` first: raises MemoryError if there are fewer."""
+        """Take so many free pages, with one holder each. Raises MemoryError if `free` is less."""
         if count > self.free:
             raise MemoryError(f"{count} pages wanted, {self.free} free")
         taken = []
@@ -81,7 +81,7 @@ class Pages:
         return taken
 
     def release(self, pages: list[int]) -> None:
-        """One holder less for each. Later pages become reusable first: a beginning serves more texts than an end."""
+        """Remove a holder from each. Later pages are reused first, since more texts share a beginning than an end."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if self._holders[page] == 0:
@@ -91,19 +91,19 @@ class Pages:
                     self._blank.append(page)
 
     def publish(self, page: int, before: int, ids: Ids[int]) -> int:
-        """Make a page full of committed tokens findable behind the page with serial `before`; returns its serial.
-        If another page already holds the same, that one stays the one to be found."""
+        """Publish a page of committed tokens after the page with serial `before`. Return its serial. If another page with the
+        same tokens is published there, that one stays."""
         if not self.caching:
             return ROOT
         key = (before, tuple(ids))
         _, serial = self._found.setdefault(key, (page, self._serial + 1))
-        if serial > self._serial:  # it was not there
+        if serial > self._serial:  # it is new
             self._serial = serial
             self._key[page] = key
         return serial
 
     def clear(self) -> None:
-        """Forget what is published; pages that are held stay held."""
+        """Unpublish all pages. Held pages stay held."""
         self._found.clear()
         self._key.clear()
         self._blank.extend(self._idle)

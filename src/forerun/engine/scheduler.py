@@ -1,15 +1,15 @@
-"""Which sequences take part in the next step, with how many tokens each: admits, cuts prompts into chunks, hands out
-pages, and sends sequences back to wait when pages run out. Knows no torch; what a step does is step.py's.
+"""The scheduler plans the next step: which sequences take part, with how many tokens each. It admits requests, cuts prompts
+into chunks, allocates pages, and preempts sequences when pages run out. It does not use torch. step.py runs the plan.
 
     ids of a sequence:  | computed: keys and values are in its pages | pending: committed, not computed yet |
-    a prompt is pending until its chunks are done; a decoding sequence has one pending token, the last one committed.
+    A prompt is pending until its chunks are computed. A decoding sequence has one pending token, the last one committed.
 
-The next step may be planned before the last one was read (on CUDA it is): a step is `launch`ed, which takes its pending
-tokens as computed, and later `commit`ted. In between its rows are in flight: they will have committed 1 .. k + 1 tokens
-that the host has not seen, and plans count with the most. A step in flight may turn out to have done nothing for a row, since
-the row had ended on the device. So the prefix cache gets only what steps that were read have computed (`settled`).
+The next step may be planned before the last one was read; on CUDA it is. `launch` counts a step's pending tokens as computed,
+and `commit` follows when the step is read. In between the step's rows are in flight: each of them commits 1 .. k + 1 tokens,
+and plans assume k + 1. A row that had already ended on the device commits nothing. So the prefix cache gets only positions
+that were computed by steps that have been read (`settled`).
 
-After a step that failed its sequences are `suspects`: until each of them has committed a token, steps hold one of them alone.
+The sequences of a failed step are `suspects`. Each of them runs alone until it has committed a token.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from forerun.types import Request
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request under way. prompt, limit: how long its prompt is, and what it may be at most; stops: the ids that end it;
-    epoch: how often it left a slot; in_flight: steps in flight that commit tokens for it; max_in_flight: the most they commit.
-    computed: positions whose keys and values are computed once all launched steps are through; settled: those computed by steps
-    that were read. serial and published belong to the prefix cache: its last published page and how many; mapped: how many of
-    its pages stand in the slot's block table; row: its part in the last step in which it decoded; admitted_at: when it first
-    got a slot (perf_counter seconds)."""
+    """One request under way. prompt: tokens of its prompt; limit: its maximum length; stops: the ids that end it; epoch: how
+    often it left a slot; in_flight: steps in flight that commit tokens for it; max_in_flight: the most tokens they commit;
+    computed: positions with keys and values once all launched steps are done; settled: those computed by steps that were read;
+    serial, published: its last page in the prefix cache, and how many it has there; mapped: how many of its pages are in the
+    slot's block table; row: its part in its last decode step; admitted_at: when it first got a slot (perf_counter seconds)."""
 
     request: Request
     ids: list[int]
@@ -65,17 +64,17 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """How many tokens it may still produce."""
+        """Tokens that it may still produce."""
         return self.limit - len(self.ids)
 
     @property
     def pending(self) -> int:
-        """Committed tokens to compute, those included that steps in flight leave behind (each at least its last)."""
+        """Committed tokens that no launched step computes. Each step in flight adds one, the last token that it commits."""
         return len(self.ids) + self.in_flight - self.computed
 
     @property
-    def longest(self) -> int:
-        """How many tokens it may have by now."""
+    def max_length(self) -> int:
+        """Its length if steps in flight commit as many tokens as they can."""
         return min(len(self.ids) + self.max_in_flight, self.limit)
 
     @property
@@ -84,21 +83,20 @@ class Sequence:
         return bool(self.generated) and self.pending == 1
 
     def chunk(self, most: int) -> int:
-        """How many pending tokens a step that takes at most so many computes. The last token of a sequence that has answered
-        before (it was preempted) waits for a decode step of its own: it is then drafted for as if it had never left."""
+        """Pending tokens that the next step computes, at most `most`. If the sequence was preempted after its first token, its
+        last token waits for a decode step, which verifies the same draft as without the preemption."""
         held = 1 if self.generated and self.pending > 1 else 0
         return min(self.pending - held, most)
 
     def resumes(self, row: PlanRow) -> bool:
-        """Whether the step of this row, which is not launched yet, computes all but the last token of a sequence that has
-        answered before."""
+        """Whether this row, not launched yet, ends the recomputation of a sequence that was preempted while decoding."""
         return bool(self.generated) and self.computed + row.pending == len(self.ids) - 1
 
     def reset(self) -> None:
-        """It has no slot, no pages and nothing in flight; what it computed is forgotten."""
+        """Forget its slot, its pages, its steps in flight and what was computed."""
         self.slot, self.pages, self.row = -1, [], None
         self.computed = self.settled = self.published = self.mapped = 0
-        self.in_flight = self.max_in_flight = 0  # what is in flight is not read: the same tokens will come again
+        self.in_flight = self.max_in_flight = 0  # their reports are not read: later steps make the same tokens
         self.history.forget_draft()
         self.serial = ROOT
         self.epoch += 1
@@ -106,14 +104,14 @@ class Sequence:
 
 @dataclass(slots=True)
 class PlanRow:
-    """A sequence's part in a step: `pending` committed tokens are computed and up to k drafted ones verified.
-    samples: the pending ones are all there are, so the step commits new tokens for it; epoch: of the sequence when
-    the row was planned. Never changed: a sequence that goes on as before has the same row in many steps."""
+    """A sequence's part in a step. pending: committed tokens to compute; k: drafted tokens to verify, at most; commits: whether
+    the step commits tokens for it, as it computes all pending ones; epoch: the sequence's when the row was planned. A row is
+    never changed: consecutive decode steps of a sequence share one."""
 
     sequence: Sequence
     pending: int
     k: int
-    samples: bool
+    commits: bool
     epoch: int
 
     @property
@@ -123,8 +121,8 @@ class PlanRow:
 
 
 class Plan(NamedTuple):
-    """rows in the order of the step; admitted: those that came in with it; preempted: those that had to leave for it,
-    with the slots they left."""
+    """rows: in the order of the step; admitted: sequences that got a slot; preempted: sequences that lost theirs, each with
+    that slot."""
 
     rows: list[PlanRow]
     admitted: list[Sequence]
@@ -132,8 +130,8 @@ class Plan(NamedTuple):
 
 
 def new_pages(rows: list[PlanRow]) -> list[tuple[int, int, int]]:
-    """Of these rows' sequences the pages that are not in their slots' block tables yet, and from now on count as mapped there:
-    (slot, index in its table, page) each."""
+    """Pages of these rows' sequences that are not in their slots' block tables yet, as (slot, index in its table, page). They
+    count as mapped from now on."""
     new = []
     for row in rows:
         sequence = row.sequence
@@ -152,19 +150,19 @@ class Scheduler:
         budget: int,
         lookahead: int = 0,
         table_width: int | None = None,
-        behind: int = 0,
-        whole: bool = False,
-        again: int = 0,
+        drafter_missing: int = 0,
+        full_drafts: bool = False,
+        recomputed: int = 0,
     ) -> None:
-        """slots: sequences at once; budget: tokens of a step, drafts included (at least `slots`, with `whole` at least what so
-        many rows with full drafts take); lookahead: tokens past a step's own for which its drafter wants pages, if there are
-        any; table_width: pages that a block table holds; behind: how many of a sequence's last computed positions its
-        drafter may lack keys and values of, if that has any in the same pages; whole: the length of a draft depends on its
-        request alone, so that drafts have pages made for them as committed tokens have; again: how many pages at the end of
-        a prefix hit are computed again, for a drafter that observes the target."""
+        """slots: running sequences at most; budget: tokens of a step at most, drafts included, at least one for each slot, or
+        a full draft and one; lookahead: tokens past a step's own for which the drafter uses pages, where there are free ones;
+        table_width: pages that a block table holds; drafter_missing: positions at a sequence's computed end for which the
+        drafter may have no keys and values yet, if it keeps some in the same pages; full_drafts: never shorten a draft, but
+        preempt for its pages, since the output depends on draft lengths; recomputed: pages at the end of a prefix hit that are
+        computed again, for a drafter that observes the target."""
         self.pages, self.policy, self.budget, self.lookahead = pages, policy, budget, lookahead
         self.table_width = table_width or pages.count
-        self.behind, self.whole, self.again = behind, whole, again
+        self.drafter_missing, self.full_drafts, self.recomputed = drafter_missing, full_drafts, recomputed
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.suspects: deque[Sequence] = deque()
@@ -177,28 +175,28 @@ class Scheduler:
         return sequence
 
     def plan(self) -> Plan:
-        """The next step. Every decoding row gets its one token; then prompts get at least half of what is left of the
-        budget, so that drafts cannot starve them; then drafts; what drafts leave goes to prompts too. Drafts never
-        preempt, unless they have to be whole: they take what pages are free."""
+        """The next step. Each decoding row gets one token of the budget. At least half of the rest is reserved for prompts, so
+        that drafts cannot starve them. Drafts come next, and prompts get what they leave. Drafts take free pages and never
+        preempt, except with `full_drafts`."""
         size, lookahead = self.pages.block_size, self.lookahead
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
-        short: list[tuple[Sequence, int]] = []  # of pages
+        short: list[tuple[Sequence, int]] = []  # of pages for tokens to be committed; with 0, their drafts
         preempted: list[tuple[Sequence, int]] = []
-        if self.suspects:  # the first of them alone
+        if self.suspects:  # the first one runs alone
             for s in [s for s in self.running if s is not self.suspects[0]]:
                 self._preempt(s, preempted)
         for s in self.running:
             known = len(s.ids) + s.in_flight
             if known - s.computed > 1:
                 prefilling.append(s)
-            elif known < s.limit:  # else it is sure to have ended
+            elif known < s.limit:  # else it has ended for certain
                 decoding.append(s)
                 if len(s.ids) + s.max_in_flight > len(s.pages) * size:
                     short.append((s, 0))
         most = self._most(decoding)
-        for s, k in zip(decoding, most, strict=True) if self.whole else short:
-            self._make_room(s, min(s.longest + k + lookahead, s.limit) if self.whole else s.longest, preempted)
+        for s, k in zip(decoding, most, strict=True) if self.full_drafts else short:
+            self._allocate_or_preempt(s, self._required(s, s.max_length + k), preempted)
         if preempted:
             most = [k for s, k in zip(decoding, most, strict=True) if s.slot >= 0]
             decoding = [s for s in decoding if s.slot >= 0]
@@ -206,16 +204,13 @@ class Scheduler:
 
         left = self.budget - len(decoding)
         prompts = sum(s.pending for s in prefilling) + (sum(s.pending for s in self.waiting) if self._slots else 0)
-        for_drafts = left if self.whole else left - min(prompts, (left + 1) // 2)
+        for_drafts = left if self.full_drafts else left - min(prompts, (left + 1) // 2)
 
         rows: list[PlanRow] = []
         for sequence, k in zip(decoding, most, strict=True):
             k = k if k <= for_drafts else for_drafts
-            if lookahead and not self.whole:  # a draft's keys and values needed pages when it was made, in the last step
-                k = max(min(k, sequence.mapped * size - sequence.longest + 1), 0)
-            if len(sequence.ids) + sequence.max_in_flight + k + lookahead > len(sequence.pages) * size:
-                room = self._grow(sequence, sequence.longest, k + lookahead)
-                k = k if self.whole else min(k, room)
+            if lookahead or len(sequence.ids) + sequence.max_in_flight + k > len(sequence.pages) * size:
+                k = self._fit_draft(sequence, k)
             for_drafts -= k
             left -= k
             row = sequence.row
@@ -227,11 +222,11 @@ class Scheduler:
             if sequence.slot < 0 or left == 0:
                 continue
             chunk = sequence.chunk(left)
-            self._make_room(sequence, self._wanted(sequence, sequence.computed + chunk), preempted)
+            self._allocate_or_preempt(sequence, self._required(sequence, sequence.computed + chunk), preempted)
             if sequence.slot < 0:
                 continue
             left -= chunk
-            self._grow(sequence, sequence.computed + chunk, self.lookahead)
+            self._allocate_free(sequence, sequence.computed + chunk, lookahead)
             rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.epoch))
 
         if preempted:  # a later row may have preempted an earlier one's sequence
@@ -239,8 +234,8 @@ class Scheduler:
         return Plan(rows, self._admit(left, rows), preempted)
 
     def _most(self, decoding: list[Sequence]) -> list[int]:
-        """How many tokens each of these rows may draft: none before its first token, and one less than it may still take,
-        since a step commits a token behind the drafts."""
+        """Draft tokens of each of these rows, at most: none before its first token, later one less than it may still produce,
+        since a step commits one token more than it accepts."""
         width = self.policy.width(len(self.running))
         if width == 0:
             return [0] * len(decoding)
@@ -253,10 +248,10 @@ class Scheduler:
             sequence = self.suspects[0] if self.suspects else self.waiting[0]
             if sequence.slot >= 0:
                 break  # a suspect runs alone
-            # one that has answered leaves two tokens to compute, see Sequence.chunk
-            prefix = self.pages.match(sequence.ids[:-1] if sequence.generated else sequence.ids, self.again)
-            self.pages.hold(prefix.pages)  # before counting: idle pages that are held are no longer free
-            wanted = self.pages.needed(self._wanted(sequence, len(sequence.ids))) - len(prefix.pages)
+            # a preempted sequence that has decoded leaves two tokens to compute, see Sequence.chunk
+            prefix = self.pages.match(sequence.ids[:-1] if sequence.generated else sequence.ids, self.recomputed)
+            self.pages.hold(prefix.pages)  # before counting, since idle pages that are held are not free
+            wanted = self.pages.needed(self._required(sequence, len(sequence.ids))) - len(prefix.pages)
             if wanted > self.pages.free:
                 self.pages.release(prefix.pages)
                 break
@@ -269,23 +264,30 @@ class Scheduler:
             admitted.append(sequence)
             chunk = sequence.chunk(left)
             left -= chunk
-            self._grow(sequence, len(sequence.ids), self.lookahead)
+            self._allocate_free(sequence, len(sequence.ids), self.lookahead)
             rows.append(PlanRow(sequence, chunk, 0, chunk == sequence.pending, sequence.epoch))
         return admitted
 
-    def _wanted(self, sequence: Sequence, tokens: int) -> int:
-        """For how many tokens a sequence must have pages when so many of its prompt are computed."""
-        return min(tokens + self.lookahead, sequence.limit) if self.whole else tokens
+    def _required(self, sequence: Sequence, tokens: int) -> int:
+        """Tokens that must have pages, by preemption if need be, for a step up to this length."""
+        return min(tokens + self.lookahead, sequence.limit) if self.full_drafts else tokens
 
-    def _grow(self, sequence: Sequence, tokens: int, k: int) -> int:
-        """Pages for up to k tokens more than `tokens`, without disturbing anyone; returns how many there is room for."""
+    def _fit_draft(self, sequence: Sequence, k: int) -> int:
+        """Allocate free pages for a draft of at most k tokens, and lookahead pages. Return the draft length that fits."""
+        if self.lookahead and not self.full_drafts:  # the drafter needed the draft's pages in the last step
+            k = max(min(k, sequence.mapped * self.pages.block_size - sequence.max_length + 1), 0)
+        room = self._allocate_free(sequence, sequence.max_length, k + self.lookahead)
+        return k if self.full_drafts else min(k, room)
+
+    def _allocate_free(self, sequence: Sequence, tokens: int, k: int) -> int:
+        """Allocate pages for up to k tokens past `tokens` without preempting. Return how many of the k fit."""
         wanted = min(self.pages.needed(tokens + k), self.table_width) - len(sequence.pages)
         if wanted > 0:
             sequence.pages += self.pages.allocate(min(wanted, self.pages.free))
         return min(k, len(sequence.pages) * self.pages.block_size - tokens)
 
-    def _make_room(self, sequence: Sequence, tokens: int, preempted: list[tuple[Sequence, int]]) -> None:
-        """Pages for so many tokens, sending the sequences that came last back to wait until there are enough."""
+    def _allocate_or_preempt(self, sequence: Sequence, tokens: int, preempted: list[tuple[Sequence, int]]) -> None:
+        """Allocate pages for so many tokens. While there are too few, preempt the sequence that was admitted last."""
         while sequence.slot >= 0:
             wanted = self.pages.needed(tokens) - len(sequence.pages)
             if wanted <= self.pages.free:
@@ -301,20 +303,20 @@ class Scheduler:
 
     @staticmethod
     def launch(rows: list[PlanRow]) -> None:
-        """The step of these rows is on its way."""
+        """Count the step of these rows as in flight."""
         for row in rows:
             sequence = row.sequence
             sequence.computed += row.pending
-            if row.samples:
+            if row.commits:
                 sequence.in_flight += 1
                 sequence.max_in_flight += row.k + 1
 
     def commit(self, row: PlanRow, tokens: list[int]) -> None:
-        """The row's step committed these tokens (none while its prompt is not through).
-        Rejecting is not advancing: keys and values of rejected drafts lie past `computed` and get overwritten."""
+        """Record the tokens that the row's step committed, none for an unfinished prompt, and publish the pages they complete.
+        A rejected draft needs no work: its keys and values lie past `computed`, and later steps overwrite them."""
         sequence = row.sequence
         sequence.settled += row.pending
-        if row.samples:
+        if row.commits:
             sequence.in_flight -= 1
             sequence.max_in_flight -= row.k + 1
             sequence.computed += len(tokens) - 1  # the accepted drafts
@@ -322,7 +324,7 @@ class Scheduler:
             sequence.ids += tokens
             if self.suspects and self.suspects[0] is sequence:
                 self.suspects.popleft()
-        size, complete = self.pages.block_size, sequence.settled - self.behind
+        size, complete = self.pages.block_size, sequence.settled - self.drafter_missing
         while (end := (sequence.published + 1) * size) <= complete:
             begin = end - size
             page = sequence.pages[sequence.published]
@@ -330,7 +332,7 @@ class Scheduler:
             sequence.published += 1
 
     def finish(self, sequence: Sequence) -> int:
-        """It ended or was aborted, wherever it is; returns the slot it leaves, -1 if it had none."""
+        """Remove a sequence that has ended or was aborted. Return the slot that it leaves, -1 if it had none."""
         if sequence in self.suspects:
             self.suspects.remove(sequence)
         slot = sequence.slot
@@ -341,8 +343,7 @@ class Scheduler:
         return slot
 
     def restart(self, live: Iterable[Sequence], suspects: Iterable[Sequence]) -> None:
-        """Forget all pages and slots, whatever state they are in: these sequences wait, in this order, the suspects among them
-        in front."""
+        """Start again after a failure: all pages and slots are free, and these sequences wait, the suspects first."""
         self.pages.restart()
         self._slots = list(range(self._count - 1, -1, -1))
         self.running = []

@@ -111,7 +111,7 @@ class Step:
             report = self.runner.run(key, given)
             parts.append((rows, self._receive(report)))  # at once: graphs share their memory
             exact = key.layout == EXACT
-        silent = [row for row in plan.rows if not row.samples]
+        silent = [row for row in plan.rows if not row.commits]
         resumed = [row.sequence.slot for row in silent if row.sequence.resumes(row)]
         if resumed and self.cycle.drafter is not None:
             at = send_integers(resumed, self.device)
