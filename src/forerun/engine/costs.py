@@ -1,5 +1,5 @@
-"""What a step costs by its positions and its context: measured when an engine starts that adapts its drafts to it, and kept
-in a file of the cache folder for the next start.
+"""The cost of a step by its positions and its context. An engine with adaptive drafts measures it when it starts, and keeps the
+result in a file of the cache folder for the next start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOG = logging.getLogger("forerun")
 
 
 class Point(NamedTuple):
-    """One measurement: a step of one row over so many positions, behind so many tokens of context."""
+    """One measurement: a step of one row over so many positions, after so many tokens of context."""
 
     positions: int
     context: int
@@ -35,22 +35,22 @@ class Point(NamedTuple):
 
 
 FORMAT = 2  # of the file
-LIMIT_S = 2.0  # measuring ends about here, where three rounds would take longer
+LIMIT_S = 2.0  # measuring ends after about this time, even if rounds are left
 ROUNDS = 3
-WORTH_S = 0.2  # what took less is not worth a file
-FRESH_S = 7 * 86400.0  # a processor's speed changes with its other load; older points are measured again
-FIRST = (1, 8)  # positions measured first, without and with context: they must be known
+WORTH_S = 0.2  # measurements that took less are not kept
+FRESH_S = 7 * 86400.0  # older points are measured again, since a processor's speed changes with its other load
+FIRST = (1, 8)  # positions that are always measured, and first: without and with context
 
 
 class Costs:
-    """Seconds of a step, from measured points: straight lines in its positions, and for each token of context of each row what
-    reading its keys and values adds, by the positions of a row."""
+    """Seconds of a step, interpolated between measured points: linear in its positions, plus the time to read keys and values,
+    linear in the context of its rows, with a slope that depends on the positions of a row."""
 
     def __init__(self, points: Sequence[Point]) -> None:
-        """points: without context at least two, by positions; with context any number."""
+        """points: ordered by positions: at least two without context, any number with context."""
         bare = [point for point in points if not point.context]
         self._at = np.array([float(point.positions) for point in bare])
-        self._seconds = np.maximum.accumulate([point.seconds for point in bare])  # noise must not make more positions cheaper
+        self._seconds = np.maximum.accumulate([point.seconds for point in bare])  # noise must not make larger steps cheaper
         slopes = [
             (point.positions, max(point.seconds - float(self.bare(point.positions)), 0.0) / point.context)
             for point in points
@@ -60,21 +60,21 @@ class Costs:
         self._slopes = np.maximum.accumulate([slope for _, slope in slopes] or [0.0])
 
     def bare(self, positions: np.ndarray | float) -> np.ndarray:
-        """Without context; past the last point on the line through the last two."""
+        """Seconds without context. Past the last point the line through the last two goes on."""
         at, seconds = self._at, self._seconds
         behind = (seconds[-1] - seconds[-2]) / (at[-1] - at[-2])
         return np.interp(positions, at, seconds) + behind * np.maximum(np.asarray(positions) - at[-1], 0)
 
     def __call__(self, positions: np.ndarray, rows: int, context: float) -> np.ndarray:
-        """Of steps of so many positions [S] over so many rows, which have `context` tokens each on average; [S]."""
+        """Seconds [S] of steps with these positions [S]. rows: of each step; context: mean tokens of a row."""
         return self.bare(positions) + rows * context * np.interp(positions / rows, self._widths, self._slopes)
 
 
 def step_costs(
     target: Target, run: Callable[[int, int], object], most: int, context: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[Point]:
-    """Points from the cache file, or else measured and put there. run: computes one step of so many positions (at most `most`,
-    which is at least 2) behind so many tokens (0 or `context`, which may be 0)."""
+    """Points from the cache file, or measured and written to it. run(positions, behind): computes one step of 1 .. `most`
+    positions (`most` is at least 2) after 0 or `context` tokens (`context` may be 0)."""
     key = _key(target, most, context)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cpu.cache_folder() / f"step-costs-{digest}.json"
@@ -92,8 +92,8 @@ def step_costs(
 def measure(
     run: Callable[[int, int], object], most: int, context: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[Point]:
-    """Steps of 1, 2, 4 .. `most` positions, and of two sizes behind a context: the best of up to ROUNDS each, in turn. When
-    LIMIT_S are spent the rest is left out, but for one step of 1 position and one of a few, which are always measured."""
+    """Time steps of 1, 2, 4 .. `most` positions without context, and steps of FIRST with it. Each is timed once a round, and
+    the minimum counts. After LIMIT_S the rest is left out, except the steps of FIRST without context."""
     start, best = clock(), dict[tuple[int, int], float]()
     first = [min(n, most) for n in FIRST]
     more = [n for n in (1 << i for i in range(most.bit_length())) if n not in first]
@@ -118,7 +118,7 @@ def _sorted(best: dict[tuple[int, int], float]) -> list[Point]:
 
 
 def _key(target: Target, most: int, context: int) -> dict[str, Any]:
-    """All that the costs depend on. Models of one shape cost the same."""
+    """All that the costs depend on. Two models of the same shape cost the same."""
     return {
         "format": FORMAT,
         "model": asdict(target.config) | {"vocab_size": target.vocab},
@@ -134,7 +134,7 @@ def _key(target: Target, most: int, context: int) -> dict[str, Any]:
 
 
 def _read(path: Path, key: dict[str, Any], most: int) -> list[Point] | None:
-    """None if there is no file, or it is old, or is not what `_write` makes."""
+    """The points in a file. None if there is no file, if it is old, or if `_write` did not make it."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         points = [Point(int(n), int(context), float(seconds)) for n, context, seconds in kept["points"]]
@@ -148,7 +148,7 @@ def _read(path: Path, key: dict[str, Any], most: int) -> list[Point] | None:
 
 
 def _write(path: Path, key: dict[str, Any], points: list[Point]) -> None:
-    """Whole or not at all, for processes that start together; without a folder that can be written it is left out."""
+    """Write the file at once or not at all, since other processes may write it too. A failure is logged and ignored."""
     kept = {"key": key, "measured_at": time.time(), "points": points}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 """One cycle of the engine, on the device: lay out the rows with the drafts kept from the step before -> target -> verify ->
-commit -> observe -> draft for the next step. Here as torch operations, the twin that runs anywhere; fused.py has the fast form
-for CUDA. Which rows take part is the scheduler's, which shape a launch has is layouts.py's, how it is run is runner.py's.
+commit -> observe -> draft for the next step. One run of it is a launch. This form uses torch operations and runs anywhere;
+fused.py has the fast form for CUDA. scheduler.py chooses the rows, layouts.py the shape, runner.py how a launch is run.
 
 A row is active until it meets a stop token, its limit or broken logits, or until the host releases it. Inactive rows write to
-the dummy page 0 and commit nothing. A rejected draft leaves stale tokens, keys and values behind the committed length; the next
-launch of the row overwrites them.
+the dummy page 0 and commit nothing. A rejected draft leaves stale tokens, keys and values past the committed length. The row's
+next launch overwrites them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from forerun.verify.accept import accept_block, accept_drawn, accept_ratio
 from forerun.verify.sampling import Features, SamplingState, logprobs
 
 GREEDY = Features()
-NEXT_DRAFT = 4  # the column of Report.counts that holds the size of the next draft
+NEXT_DRAFT = 4  # the column of Report.counts with the size of the next draft
 
-# The layouts of a launch, with what is given of each row [n,R] int64:
+# The layouts of a launch, with the input of each row, [n,R] int64:
 EXACT = "exact"  # the host knows all lengths: slot, begin, pending, drafts, commits (1 or 0), drafts wanted for the next step
-UNIFORM = "uniform"  # each row its last token and `width` drafts: slot, drafts at most
-SHARED = "shared"  # rows share a number of drafts, handed out from the first row on: slot, drafts at most
-PROMPT = "prompt"  # parts of prompts: slot, begin, count, commits (1: the part is the last, and the row gets a token)
+UNIFORM = "uniform"  # each row has its last token and `width` drafts: slot, drafts at most
+SHARED = "shared"  # the rows share a number of drafts, the first rows first: slot, drafts at most
+PROMPT = "prompt"  # chunks of prompts: slot, begin, count, commits (1: this chunk is the last, and the row gets a token)
 
-DRAWN = Features(sampled=True)  # what the distributions of drafts are made with where launches are captured
+DRAWN = Features(sampled=True)  # features with which drafts are drawn where launches are captured
 
 
 class Key(NamedTuple):
-    """What fixes the shapes and the work of a launch. rows: padded batch size; tokens: positions computed, padding included;
-    width: draft tokens of a row at most; top: logprobs reported (-1: none, 0: the chosen token's only)."""
+    """The shapes and the work of a launch. rows: padded batch size; tokens: positions computed, padding included; width: draft
+    tokens of a row at most; top: logprobs reported for each token (-1: none, 0: the chosen token's only)."""
 
     layout: str
     rows: int
@@ -53,17 +53,17 @@ class Key(NamedTuple):
 
 
 def decode_key(rows: int, width: int, drafts: int | None = None, features: Features = GREEDY, top: int = -1) -> Key:
-    """Of a decode launch. drafts: of all rows together, where that is less than `width` for each."""
+    """The key of a decode launch. drafts: drafts of all rows together, None: `width` for each row."""
     if drafts is None:
         return Key(UNIFORM, rows, rows * (width + 1), width, features, top)
     return Key(SHARED, rows, rows + drafts, width, features, top)
 
 
 class Report(NamedTuple):
-    """What a launch tells the host. tokens: [B,W+1]; counts: [B,5], committed, drafted, accepted, whether the logits behind the
-    committed tokens are broken (1: the row has ended for that), and the size of the next draft; noted: the logprobs of tokens
-    [B,W+1], ids and values of the likeliest [B,W+1,top], None if no request asked; confidence: [B,K] float32 of the next
-    draft, None if the drafter has none."""
+    """What a launch tells the host. tokens: [B,W+1]; counts: [B,5], tokens committed, drafted, accepted, 1 if broken logits
+    ended the row after them, and the size of the next draft; noted: logprobs of the tokens [B,W+1] with ids and values of the
+    likeliest [B,W+1,top], None if no request wants them; confidence: [B,K] float32, survival probabilities of the next draft,
+    None if the drafter gives none."""
 
     tokens: Tensor
     counts: Tensor
@@ -72,13 +72,13 @@ class Report(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A launch on the device: R rows of T tokens, of which the first B rows choose tokens, at N positions.
+    """How the rows of a launch lie on the device: R rows with T tokens. The first B rows choose tokens, at N positions.
 
     batch: the forward pass, with logits for the N positions; slot: [B], the dummy slot for rows that commit nothing; owner:
-    [N] or [B], the slot of each position, or of each run of N/B positions; positions: [N], of the tokens that are read; block:
-    [B,W+1], where among the N positions the block of a row lies, None: N = B * (W+1), in order; draft: W wide; x: [T,H], the
-    tokens' embeddings, if they are there; rows: [R], all slots; pending: [R], the committed tokens of each row, None: one;
-    drafting: the slots that are drafted for, and how many tokens each wants ([..] int64, None: as many as there may be)."""
+    [N], the slot of each position, or [B], of each N/B positions; positions: [N], of the tokens with logits; block: [B,W+1],
+    indices of a row's block among the N, None: N = B * (W+1), in order; draft: W wide; x: [T,H], the tokens' embeddings, None:
+    the target looks them up; rows: [R], all slots; pending: [R], committed tokens of each row, None: one; wanted: [B] int64,
+    tokens to draft for the next step, None: as many as possible."""
 
     batch: Batch
     slot: Tensor
@@ -101,16 +101,15 @@ class Times(NamedTuple):
 
 
 class Cycle:
-    """classes: the features of which launches are captured before the first request. times: of the last launch, as the host saw
-    it."""
+    """classes: the features whose launches are captured before the first request. times: host seconds of the last launch."""
 
     classes: tuple[Features, ...] = (GREEDY,)
 
     def __init__(
         self, target: Target, kv: KVCache, state: RowState, sampling: SamplingState, drafter: Drafter | None, block: bool
     ) -> None:
-        """drafter: one that works on the device, or None: then drafts come from outside. block: block verification of drafts
-        with probabilities."""
+        """drafter: works on the device; None: `keep` writes the drafts. block: verify drafts that have probabilities with block
+        verification."""
         self.target, self.kv, self.state, self.sampling, self.drafter = target, kv, state, sampling, drafter
         self.drawn = state.draft_probs is not None
         self.width = state.draft.shape[1]
@@ -120,15 +119,15 @@ class Cycle:
         self._starts: dict[tuple[int, int], Tensor] = {}  # (rows, width) -> [B+1] int32, where each row's tokens start
 
     def features(self, slots: Iterable[int]) -> Features:
-        """What sampling for these slots together takes, as far as launches differ by it."""
+        """The sampling features that a launch with these slots needs."""
         return self.served(self.sampling.features(slots))
 
     def served(self, features: Features) -> Features:
-        """The features of the launches that serve requests with these."""
+        """The features of the launches that serve requests with these features."""
         return features
 
     def run(self, key: Key, given: Tensor) -> Report:
-        """One cycle. given: [n,R] int64, see the layouts above; its rows past the batch are padding, of the dummy slot."""
+        """One cycle. given: [n,R] int64, as the key's layout wants it (see above). Padding rows have the dummy slot."""
         start = time.perf_counter()
         layout: Layout = getattr(self, f"lay_{key.layout}")(key, given)
         seen = self.target.forward(layout.batch, self.kv, self._layers, self._kernels(key), layout.x)
@@ -149,11 +148,11 @@ class Cycle:
     # Lay out
 
     def lay_exact(self, key: Key, given: Tensor) -> Layout:
-        """The rows end to end, without padding: each its pending tokens, then its drafts. Rows that commit come first. For a
-        state on the CPU."""
+        """The rows end to end, without padding. Each has its pending tokens, then its drafts. Rows that commit come first. For
+        a state on the CPU."""
         slot, begin, pending, drafts, commits, _ = given.numpy()
         count, rows = pending + drafts, int(commits.sum())
-        first = np.cumsum(drafts[:rows] + 1) - drafts[:rows] - 1  # [B] where each block begins among the positions
+        first = np.cumsum(drafts[:rows] + 1) - drafts[:rows] - 1  # [B] where each block begins among the N
         row = np.repeat(np.arange(rows), drafts[:rows] + 1)  # [N]
         offset = np.arange(len(row)) - first[row]  # [N] 0 .. drafts
         last = np.cumsum(count)[:rows] - drafts[:rows] - 1  # [B] the last pending token among all tokens
@@ -170,7 +169,7 @@ class Cycle:
         return Layout(batch, block_slot, owner, positions, block, draft, None, given[0], given[2], given[5, :rows])
 
     def lay_uniform(self, key: Key, given: Tensor) -> Layout:
-        """Of each row the last committed token and `width` drafts, kept from the step before."""
+        """Each row has its last committed token and `width` drafts, kept from the step before."""
         slot, k = given
         state = self.state
         active, length = state.active[slot], state.length[slot]
@@ -191,8 +190,8 @@ class Cycle:
         return Layout(batch, slot, slot, positions, None, draft, x, slot, None, None)
 
     def lay_shared(self, key: Key, given: Tensor) -> Layout:
-        """Rows that share key.tokens - key.rows drafts: each takes as many tokens as it has drafts, and one. For drafts without
-        probabilities."""
+        """The rows share key.tokens - key.rows drafts. Each has its last committed token and its drafts, end to end. For drafts
+        without probabilities."""
         slot, k = given
         state = self.state
         length, active = state.length[slot], state.active[slot]
@@ -213,7 +212,7 @@ class Cycle:
         return Layout(batch, slot, owner, batch.positions, block, draft, x, slot, None, None)
 
     def lay_prompt(self, key: Key, given: Tensor) -> Layout:
-        """Of each row the tokens from `begin` on, `count` of them, end to end, with padding behind the last."""
+        """Each row has `count` tokens from position `begin` on. They lie end to end, with padding after the last."""
         slot, begin, count, through = given
         batch, _ = self._end_to_end(key, slot, begin, count)
         commits = torch.where(through > 0, slot, self.state.dummy)
@@ -222,8 +221,8 @@ class Cycle:
         return Layout(batch, commits, commits, last, None, nothing, None, slot, count, None)
 
     def _end_to_end(self, key: Key, slot: Tensor, begin: Tensor, count: Tensor) -> tuple[Batch, Tensor]:
-        """The forward pass over these parts of the slots, with the logits of each row's last token (of some token if the row
-        is empty), and the row of each token [T]. slot, begin, count: [R]."""
+        """The forward pass over `count` tokens of each slot from position `begin` on ([R] each), with logits at each row's last
+        token (at any token if the row is empty), and the row of each token [T]."""
         end = count.cumsum(0)  # [R]
         at = torch.arange(key.tokens, device=slot.device)  # [T]
         row = torch.searchsorted(end, at, right=True).clamp(max=key.rows - 1)  # [T]
@@ -234,13 +233,13 @@ class Cycle:
         return Batch(ids, positions, start, self.state.block_table[slot], (end - 1).clamp(min=0)), row
 
     def _cut(self, key: Key, slot: Tensor, k: Tensor, length: Tensor) -> Draft:
-        """The kept drafts, cut to k and to what the row may still take. length: [B]."""
+        """The kept drafts, cut to k and to the row's limit. slot, k, length: [B]."""
         kept = self._kept(slot, key.width)
         room = torch.minimum(k, self.state.limit[slot] - length - 1)
         return kept._replace(size=torch.minimum(kept.size, room).clamp(0, key.width))
 
     def _kept(self, slot: Tensor, width: int) -> Draft:
-        """The drafts that the step before has left."""
+        """The drafts kept from the step before, at most `width` of each row."""
         state = self.state
         probs = None if state.draft_probs is None else state.draft_probs[slot, :width]
         return Draft(state.draft[slot, :width], state.draft_size[slot], probs)
@@ -254,8 +253,8 @@ class Cycle:
     # Verify
 
     def _verify(self, key: Key, layout: Layout, logits: Tensor) -> tuple[Tensor, Verdict | None]:
-        """The block of each row [B,W+1]: the target's choices, of which the draft is accepted while it equals them; or what the
-        verdict says, for drafts with probabilities."""
+        """The block of each row [B,W+1]. For point masses these are the target's choices, and drafts are accepted while they
+        equal them. For drafts with probabilities they are the verdict's tokens."""
         if not self.drawn:
             return self._block(layout, self._choose(key, layout, logits)), None
         shaped, owner = self._shaped(key, layout, logits)
@@ -267,19 +266,19 @@ class Cycle:
 
     @staticmethod
     def _block(layout: Layout, values: Tensor) -> Tensor:
-        """Values of the positions [N,..] as blocks of rows [B,W+1,..]."""
+        """Values of the positions [N,..] as one block for each row [B,W+1,..]."""
         if layout.block is None:
             rows = len(layout.slot)
             return values.view(rows, len(values) // rows if rows else 1, *values.shape[1:])
         return values[layout.block]
 
     def _choose(self, key: Key, layout: Layout, logits: Tensor) -> Tensor:
-        """The target's own token behind each position, [N]."""
+        """The token that the target chooses after each position, [N]."""
         shaped, owner = self._shaped(key, layout, logits)
         return self.sampling.choose(shaped, owner, layout.positions + 1, key.features)
 
     def _shaped(self, key: Key, layout: Layout, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits under biases, bans and penalties, and the slot of each of their rows [N]."""
+        """The logits [N,V] after biases, bans and penalties, and the slot of each [N]."""
         owner, positions = layout.owner, layout.positions
         if len(owner) < len(positions):
             owner = owner.repeat_interleave(len(positions) // len(owner), output_size=len(positions))
@@ -291,7 +290,7 @@ class Cycle:
         return self.sampling.probs(shaped, owner, key.features)
 
     def _note(self, key: Key, layout: Layout, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The logprobs of tokens [B,W+1], with `top` alternatives."""
+        """Report.noted for these tokens [B,W+1]."""
         if key.top < 0:
             return None
         chosen, ids, values = logprobs(self._block(layout, logits).flatten(0, 1), tokens.flatten(), key.top)
@@ -304,7 +303,7 @@ class Cycle:
 
     @staticmethod
     def _true(layout: Layout, counts: Tensor) -> Tensor:
-        """Of each row [R] how many of its tokens, from the first on, are committed: the rest are rejected drafts."""
+        """How many of each row's tokens, from the first on, are committed [R]. The others are rejected drafts."""
         committed = counts[:, 0]
         if layout.pending is None:
             return committed
@@ -313,7 +312,7 @@ class Cycle:
         return true
 
     def _draft(self, key: Key, layout: Layout, counts: Tensor) -> Tensor | None:
-        """Draft for the next step; the confidence [B,K], if the drafter has any."""
+        """Draft for the next step. Return Report.confidence."""
         if self.drafter is None or self.width == 0 or not len(layout.slot):
             return None
         features = key.features if key.layout == EXACT else DRAWN
@@ -322,7 +321,7 @@ class Cycle:
         return confidence
 
     def draft(self, slot: Tensor, wanted: Tensor | None, features: Features) -> Tensor | None:
-        """Draft for these slots [B] and keep the drafts. wanted: as in Layout, known on the host if given."""
+        """Draft for these slots [B] and keep the drafts. wanted: as in Layout, on the CPU if given. Returns the confidence."""
         assert self.drafter is not None
         k = torch.where(self.state.active[slot], self.width if wanted is None else wanted, 0)
         width = self.width if wanted is None else int(k.max())
@@ -338,7 +337,7 @@ class Cycle:
             state.draft_probs[slot, :width] = draft.probs
 
     def keep(self, slots: list[int], draft: Draft) -> None:
-        """Keep a draft that was made on the host for these slots, for their next step."""
+        """Keep a draft that was made on the host for the next step of these slots."""
         device = self.state.length.device
         sent = Draft(send(draft.tokens.numpy(), device), send(draft.size.numpy(), device))
         self._keep(send_integers(slots, device), sent)

@@ -1,4 +1,4 @@
-"""The cycle with everything around the target's forward pass in a few Triton launches: the fast twin of cycle.py, for CUDA."""
+"""The fast form of cycle.py for CUDA: all operations around the target's forward pass are in a few Triton kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FusedCycle(Cycle):
 
     @cached_property
     def _look_up(self) -> cuda_step.LookUp | None:
-        """The n-gram look-up that the launch does which commits; any other drafter proposes by itself."""
+        """The n-gram look-up that the commit kernel does; None: the drafter proposes by itself."""
         wanted = self.drafter.needs.look_up if self.drafter is not None else None
         return cuda_step.LookUp(*wanted) if wanted is not None else None
 
@@ -44,7 +44,7 @@ class FusedCycle(Cycle):
         slot, k = given
         embedding = self.target.weights.embedding
         x, positions, table, size = cuda_step.prepare(self._pool, slot, k, embedding, key.width, self._triton.pdl)
-        # without probabilities the target's choices are compared with the pool's drafts
+        # without probabilities the commit kernel compares the target's choices with the drafts in the pool
         draft = self._kept(slot, key.width) if self.drawn else Draft(self.state.draft[:0], size)
         return self._uniform(key, slot, draft._replace(size=size), positions, positions, table, x)
 
@@ -56,7 +56,7 @@ class FusedCycle(Cycle):
         return self._shared(key, slot, laid.owner, Draft(self.state.draft[:0], laid.size), batch, laid.x)
 
     def served(self, features: Features) -> Features:
-        """One of three: what a row has of filters, penalties and bans is found out row by row, so that few graphs serve all."""
+        """One of three classes, so that few graphs serve all requests. Kernels read each row's filters, penalties and bans."""
         return EVERYTHING if features.shaped else SAMPLED if features.sampled else GREEDY
 
     def _shaped(self, key: Key, layout: Layout, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,4 +90,4 @@ class FusedCycle(Cycle):
         return cuda_step.commit(self._pool, slot, tokens, draft.size, pdl)
 
     def _draft(self, key: Key, layout: Layout, counts: Tensor) -> Tensor | None:
-        return super()._draft(key, layout, counts) if self._look_up is None else None  # it has drafted with the commit
+        return super()._draft(key, layout, counts) if self._look_up is None else None  # the commit kernel has drafted

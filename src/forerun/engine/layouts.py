@@ -1,7 +1,8 @@
-"""From the rows of a plan to the launches of a step: their shapes, and which of the drafts at hand they verify. Two layouts:
-exact, where the host knows all lengths and one launch holds prompts and decoding rows without padding; padded, where shapes
-are captured, decoding rows and prompts are launches of their own, and the host is one step behind the device. Host only;
-where the tokens lie on the device is cycle.py's.
+"""A layout turns the rows of a plan into the launches of a step: it chooses their shapes and which drafts at hand they verify.
+
+Exact layout: the host knows all lengths, and one launch holds prompts and decoding rows without padding. Padded layout: shapes
+are captured, decoding rows and prompts have separate launches, and the host is one step behind the device. This module runs on
+the host; cycle.py places the tokens on the device.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from forerun.verify.sampling import Features
 
 
 class Launch(NamedTuple):
-    """given: as the key's layout asks; rows: those that the report is about, in its order."""
+    """One run of the cycle. given: input as the key's layout wants it; rows: the rows of the report, in its order."""
 
     key: Key
     given: list[list[int]]
     rows: list[PlanRow]
 
 
-class Arrange(Protocol):
+class StepLayout(Protocol):
     def arrange(self, rows: list[PlanRow]) -> list[Launch]:
-        """The launches of a step of these rows, one row at least."""
+        """The launches of a step with these rows, at least one."""
 
     def keys(self, classes: Sequence[Features]) -> list[Key]:
-        """What is worth being ready before the first request, for sampling of these classes."""
+        """Launches to make ready before the first request, for these classes of sampling features."""
 
     def largest(self) -> list[Key]:
-        """Of these the ones that take most memory."""
+        """The launches that take most memory."""
 
     def restart(self) -> None:
-        """Other rows come."""
+        """Forget what is remembered of the last step's rows."""
 
 
-class Common:
-    """What both layouts know: how rows sample, and what the policy chooses among their drafts."""
+class BaseLayout:
+    """What both layouts share."""
 
     def __init__(self, cycle: Cycle, policy: Policy, runner: Runner) -> None:
         self.cycle, self.policy, self.runner = cycle, policy, runner
@@ -50,8 +51,8 @@ class Common:
         self._asked = ([], (GREEDY, -1))
 
     def asked(self, rows: list[PlanRow]) -> tuple[Features, int]:
-        """What these rows' requests ask for: the sampling features they use, and how many logprobs (a few sizes only).
-        Remembered until other rows come: steps of the same rows follow each other."""
+        """What these rows' requests ask for: sampling features, and the number of logprobs, rounded up to one of a few sizes.
+        The answer is kept for the next steps with the same sequences."""
         sequences = [row.sequence for row in rows]
         if sequences != self._asked[0]:
             wanted = [top for s in sequences if (top := s.request.params.logprobs) is not None]
@@ -61,11 +62,11 @@ class Common:
 
 
 def context_of(rows: list[PlanRow]) -> float:
-    """Tokens of a row on average, as far as the host has read them."""
+    """Mean tokens of a row, as far as the host has read them."""
     return sum([len(row.sequence.ids) for row in rows]) / len(rows)
 
 
-class ExactLayout(Common):
+class ExactLayout(BaseLayout):
     def arrange(self, rows: list[PlanRow]) -> list[Launch]:
         commits = [row for row in rows if row.commits]
         rows = [*commits, *(row for row in rows if not row.commits)]
@@ -82,17 +83,17 @@ class ExactLayout(Common):
         return [Launch(key, given, commits)]
 
     def _drafts(self, rows: list[PlanRow], slot: list[int], positions: int) -> list[int]:
-        """How many of the drafts at hand each row verifies, in a launch of so many positions without drafts."""
+        """Drafts that each row verifies, of those at hand. positions: of the launch, without drafts."""
         size = self.cycle.state.draft_size.numpy()
         most = [row.k and min(row.k, int(size[at])) for row, at in zip(rows, slot, strict=False)]
         return self._choose(rows, most, positions) if any(most) else most
 
     def _wanted(self, rows: list[PlanRow]) -> list[int]:
-        """How many tokens to draft for the next step, where drafting has its price: as many as that is expected to verify."""
+        """Tokens to draft for the next step, for a drafter in the cycle: as many as that step is expected to verify."""
         if self.cycle.drafter is None or not self.cycle.width:
             return [0] * len(rows)
         width = self.policy.width(len(rows))
-        most = [max(min(width, row.sequence.remaining - 2), 0) for row in rows]  # a step commits one token at least
+        most = [max(min(width, row.sequence.remaining - 2), 0) for row in rows]  # this step and the next commit one each
         if not any(most):
             return most
         for row in rows:
@@ -114,19 +115,19 @@ class ExactLayout(Common):
 
 
 class PromptSizes(NamedTuple):
-    """The shapes that launches of prompts are padded to, both ascending."""
+    """The captured shapes of prompt launches, both ascending."""
 
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
 
     def fit(self, tokens: int, rows: int) -> tuple[int, int]:
-        """The smallest that holds so many."""
+        """The smallest shape that holds so many."""
         return next(n for n in self.tokens if n >= tokens), next(n for n in self.rows if n >= rows)
 
 
 def prompt_sizes(budget: int, most: int) -> PromptSizes:
-    """For launches of up to `budget` tokens of up to `most` prompts: powers of two with one size between each two of them, so
-    that padding stays below half of what is computed."""
+    """For launches of up to `budget` tokens of up to `most` prompts. Sizes are powers of two and one size between each two, so
+    that padding is less than half of the tokens."""
     powers = [1 << i for i in range(5, max(budget, 1).bit_length())]
     usual = sorted([*powers, *(n * 3 // 2 for n in powers if n >= 128)])
     return PromptSizes((*(n for n in usual if n < budget), budget), tuple(sorted({min(8, most), most})))
@@ -139,7 +140,7 @@ def batch_sizes(most: int) -> tuple[int, ...]:
 
 
 def step_widths(k: int) -> tuple[int, ...]:
-    """The captured numbers of drafts of a row: none, k, and halves of it down to 4."""
+    """The captured numbers of drafts of a row: 0, k, and k halved down to 4."""
     found = [k]
     while found[-1] >= 8:
         found.append(found[-1] // 2)
@@ -147,14 +148,14 @@ def step_widths(k: int) -> tuple[int, ...]:
 
 
 def shared_drafts(rows: int, width: int) -> tuple[int, ...]:
-    """How many drafts all rows together may have in launches smaller than rows * (width + 1) tokens: up to where one more
-    token begins another tile of the products (kernels/cuda_cuts.py), and from the second tile on twice as many each time."""
+    """The captured numbers of drafts of all rows together, for launches below rows * (width + 1) tokens. Tokens in
+    all fill tiles of the matrix products (kernels/cuda_cuts.py): 16, 64, then twice as many each time."""
     return tuple(tokens - rows for tokens in (16, 64, 128, 256, 512) if rows < tokens < rows * (width + 1))
 
 
 class Decoding(NamedTuple):
-    """Rows that decode, padded to a captured batch size, with the shapes that their launch may have: `offers` without sampling,
-    `launches` with it."""
+    """Decoding rows, padded to a captured batch size, with the possible shapes of their launch: as the policy is asked (offers,
+    whose cost is that of greedy launches) and as they are run (launches). widths, drafts: as in policy.Offers."""
 
     rows: list[PlanRow]
     slot: list[int]
@@ -166,13 +167,13 @@ class Decoding(NamedTuple):
     drafts: list[int]
 
 
-class PaddedLayout(Common):
-    """sizes: captured batch sizes; prompt_sizes: what prompts are padded to, None: not at all."""
+class PaddedLayout(BaseLayout):
+    """sizes: captured batch sizes; widths: captured drafts of a row; prompt_sizes: None: prompts are not padded."""
 
     def __init__(
         self, cycle: Cycle, policy: Policy, runner: Runner, most: int, longest: int, prompt_sizes: PromptSizes | None = None
     ) -> None:
-        """most: rows of a step at most; longest: tokens of a sequence."""
+        """most: rows of a step at most; longest: tokens of a sequence at most."""
         super().__init__(cycle, policy, runner)
         self.sizes, self.prompt_sizes, self._longest = batch_sizes(most), prompt_sizes, longest
         self.widths = step_widths(cycle.width)
@@ -192,18 +193,18 @@ class PaddedLayout(Common):
     def _decode(self, rows: list[PlanRow]) -> Launch:
         d = self._decoding
         if d is None or rows != d.rows:
-            d = self._decoding = self._line_up(rows)
+            d = self._decoding = self._pad(rows)
         offer, k = 0, d.k
         if len(d.offers) > 1:
             most = d.k[: len(rows)]
-            survival = Policy.survival(d.histories, most)  # what is known of the rows is a step old
+            survival = Policy.survival(d.histories, most)  # the histories are one step old
             seconds = self.runner.cost(d.offers, context_of(rows))
             offer, drafts = self.policy.choose(Offers(d.widths, d.drafts, seconds), survival, most)
             k = drafts + d.k[len(rows) :]
         return Launch(d.launches[offer], [d.slot, k], rows)
 
-    def _line_up(self, rows: list[PlanRow]) -> Decoding:
-        """Done once as long as the same rows come again: until one is admitted, ends or comes near its limit."""
+    def _pad(self, rows: list[PlanRow]) -> Decoding:
+        """Pad decoding rows. The result is kept until a row is admitted, ends or comes near its limit."""
         padded = next(n for n in self.sizes if n >= len(rows))
         padding = padded - len(rows)
         slot = [row.sequence.slot for row in rows] + [self.cycle.state.dummy] * padding
@@ -221,11 +222,11 @@ class PaddedLayout(Common):
         return Decoding(rows, slot, k, histories, launches, offers, widths, limits)
 
     def shared(self, rows: int) -> tuple[int, ...]:
-        """What launches of so many rows may draft together, where that is less than the width for each."""
+        """The captured numbers of shared drafts for so many rows; none if drafts have probabilities."""
         return () if self.cycle.drawn else shared_drafts(rows, self.cycle.width)
 
     def _prompts(self, rows: list[PlanRow]) -> Launch:
-        """Parts of prompts. Those that end come first, since the report is about them."""
+        """The launch of prompt chunks. Last chunks come first, since the report covers them alone."""
         ended = [row for row in rows if row.commits]
         rows = ended + [row for row in rows if not row.commits]
         tokens, padded = sum(row.pending for row in rows), len(rows)
@@ -241,7 +242,7 @@ class PaddedLayout(Common):
         return Launch(Key(PROMPT, padded, tokens, 0, *self.asked(ended)), given, ended)
 
     def keys(self, classes: Sequence[Features]) -> list[Key]:
-        """Launches of prompts first, the largest of each kind first, in whose memory the others then fit."""
+        """Prompt launches first, and the largest of each kind first: the others then reuse its memory."""
         found = []
         for features in classes:
             bare = self._prompt_keys()

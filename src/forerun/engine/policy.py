@@ -1,13 +1,13 @@
-"""Which of the drafts at hand a step verifies: those with which it is expected to commit most tokens a second. One rule for
-every device; knows no torch.
+"""The policy chooses which drafts at hand a step verifies. It maximises the expected tokens per measured second, by one rule
+for all devices [goodput, Liu et al. 2406.14066]. It does not use torch.
 
-    gain: of each draft token the probability that it is accepted with all before it (its survival probability): the drafter's
-          confidence where it has one, else a power of the row's recent acceptance rate
+    gain: the survival probability of each draft token, that is, of being accepted with all before it: the drafter's confidence
+          if it gives one, else a power of the row's recent acceptance rate
     cost: the measured time of each shape that the step may have, by its positions, rows and context
 
-Where any number of positions is a shape (the exact layout), this picks single draft tokens, the likeliest first; where few
-shapes are captured (the padded layout), it picks a shape. [the goodput rule of Liu et al. 2406.14066] A draft never runs
-past what the request can still take: a step commits at most k + 1 tokens, so k is at most one less than that.
+With the exact layout any number of positions is a shape, and the policy picks single draft tokens, the likeliest first. With
+the padded layout few shapes are captured, and it picks one. A step commits up to k + 1 tokens, so k stays below the number of
+tokens that the request may still produce.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import NamedTuple
 
 from forerun.config import Speculation
 
-PRIOR = 0.5  # a row's acceptance rate before anything is known of it
-MEMORY = 0.5  # how much of it stays when a draft has been verified
-OPTIMISTIC = 0.8  # the rate that is assumed of a row without a verified draft for a while, so that it is tried now and then
-PATIENCE, LONGEST_PATIENCE = 32, 512  # steps of such a while: doubled by each trial of which nothing was accepted
-RETURN = 0.02  # how far the rate returns to the prior in a step that left the row's draft out
+PRIOR = 0.5  # the acceptance rate of a new row
+MEMORY = 0.5  # weight of the old rate when a draft has been verified
+OPTIMISTIC = 0.8  # the rate assumed for a row that has been idle for `patience` steps, so that drafting is tried again
+PATIENCE, LONGEST_PATIENCE = 32, 512  # the first and the longest patience: each trial without acceptance doubles it
+RETURN = 0.02  # share of the way back to the prior in a step that did not verify the row's draft
 
 
 class AcceptanceHistory:
-    """What is known of one row. at_hand: how long its next draft is, None: not known; confidence: the survival probabilities of
-    that draft, None: the drafter gives none; rate: of its draft tokens accepted lately; idle: steps since its last draft."""
+    """Acceptance of one row. at_hand: length of its next draft, None: unknown; confidence: that draft's survival probabilities,
+    None: the drafter gives none; rate: recent acceptance rate; idle: steps since its last verified draft."""
 
     __slots__ = ("at_hand", "confidence", "idle", "patience", "rate")
 
@@ -37,7 +37,7 @@ class AcceptanceHistory:
         self.forget_draft()
 
     def forget_draft(self) -> None:
-        """There may be another next draft now."""
+        """The next draft is no longer known."""
         self.at_hand: int | None = None
         self.confidence: list[float] | None = None
 
@@ -46,7 +46,7 @@ class AcceptanceHistory:
         return max(self.rate, OPTIMISTIC) if self.idle >= self.patience else self.rate
 
     def learn(self, drafted: int, accepted: int, at_hand: int | None) -> None:
-        """A step verified so many of the row's draft tokens and accepted the first of them; `at_hand` wait for the next."""
+        """Record a step: draft tokens that it verified, how many of these it accepted, and the next draft's length."""
         if drafted:
             self.rate = MEMORY * self.rate + (1 - MEMORY) * accepted / drafted
             if accepted:
@@ -55,15 +55,15 @@ class AcceptanceHistory:
                 self.patience = min(2 * self.patience, LONGEST_PATIENCE)
             self.idle = 0
         else:
-            if self.at_hand != 0:  # there was a draft, or may have been
+            if self.at_hand != 0:  # there was a draft, or possibly one
                 self.rate += RETURN * (PRIOR - self.rate)
             self.idle += 1
         self.at_hand, self.confidence = at_hand, None
 
 
 class Offers(NamedTuple):
-    """The shapes that a step may have, from no drafts at all upwards. width: drafts of a row at most; drafts: of all rows
-    together at most, -1 where only the width limits them; seconds: of a step, NaN where not known."""
+    """The shapes that a step may have, the first one without drafts. width: drafts of a row at most; drafts: of all rows
+    together at most, -1: only the width limits them; seconds: of a step, NaN if unknown."""
 
     width: Sequence[int]
     drafts: Sequence[int]
@@ -71,7 +71,7 @@ class Offers(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The offer taken, and how many drafts of each row are to be verified."""
+    """offer: index of the chosen offer; drafts: how many each row verifies."""
 
     offer: int
     drafts: list[int]
@@ -79,13 +79,13 @@ class Choice(NamedTuple):
 
 class Policy:
     def __init__(self, speculation: Speculation | None, adaptive: bool = True) -> None:
-        """adaptive: verify no more than pays; else always all drafts at hand."""
+        """adaptive: maximise expected tokens per second; otherwise verify all drafts at hand."""
         self.adaptive = adaptive
         self._k = speculation.num_speculative_tokens if speculation else 0
         self._schedule = speculation.num_speculative_tokens_per_batch_size if speculation else None
 
     def width(self, running: int) -> int:
-        """The most tokens that any row may draft while so many sequences run."""
+        """Draft tokens of a row at most, while so many sequences run."""
         for low, high, k in self._schedule or ():
             if low <= running <= high:
                 return k
@@ -93,7 +93,7 @@ class Policy:
 
     @staticmethod
     def survival(rows: Sequence[AcceptanceHistory], most: Sequence[int]) -> list[list[float]]:
-        """Of each row the survival probabilities of its draft at hand, of at most so many tokens."""
+        """Survival probabilities of each row's draft at hand, cut to `most` tokens."""
         found = []
         for row, n in zip(rows, most, strict=True):
             at_hand, confidence = row.at_hand, row.confidence
@@ -106,8 +106,8 @@ class Policy:
         return found
 
     def choose(self, offers: Offers, survival: Sequence[Sequence[float]], most: Sequence[int]) -> Choice:
-        """The offer with most expected tokens a second. Where the time of a step without drafts or of the widest one is not
-        known, or drafts are not adapted, it is the widest, which is timed by that; other unknown ones are passed over.
+        """The offer with most expected tokens per second. Without adaptive drafts it is the widest one. It is that one too if
+        the time of the first or of the widest offer is unknown, so that the widest is timed. Other untimed offers are skipped.
 
         survival: as above; most: drafts of each row at most."""
         widest = len(offers.drafts) - 1
@@ -115,8 +115,8 @@ class Policy:
             widest = max(i for i, drafts in enumerate(offers.drafts) if drafts < 0)
         if not self.adaptive:
             return Choice(widest, list(most))
-        columns = [sum(column) for column in zip_longest(*survival, fillvalue=0.0)]  # of the first, second .. draft of all rows
-        if not any(columns):  # whatever the costs are said to be
+        columns = [sum(column) for column in zip_longest(*survival, fillvalue=0.0)]  # by position, over all rows
+        if not any(columns):  # no draft can be accepted
             return Choice(0, list(most) if offers.drafts[0] < 0 else [0] * len(most))
         if isnan(offers.seconds[0]) or isnan(offers.seconds[widest]):
             return Choice(widest, list(most))
@@ -128,7 +128,7 @@ class Policy:
         for i, (width, drafts, seconds) in enumerate(zip(*offers, strict=True)):
             expected = upright[min(width, len(columns))] if drafts < 0 else likeliest[min(drafts, len(ranked))]
             rate = (len(most) + expected) / seconds
-            if rate > highest:  # no comparison with NaN is true
+            if rate > highest:  # false for NaN
                 best, highest = i, rate
         if offers.drafts[best] < 0:
             return Choice(best, list(most))
@@ -136,7 +136,7 @@ class Policy:
 
     @staticmethod
     def _likeliest(survival: Sequence[Sequence[float]], taken: Sequence[float]) -> list[int]:
-        """How many drafts of each row are among those taken, the likeliest of all; of equal ones those of the first rows."""
+        """How many drafts of each row are among the likeliest (taken, descending). Of equal ones the first rows' are taken."""
         if not taken:
             return [0] * len(survival)
         least = taken[-1]

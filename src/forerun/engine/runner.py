@@ -1,5 +1,5 @@
-"""How launches of a cycle are run: one operation after the other (Eager), or as CUDA graphs that are captured once for each
-key and replayed with the slots of the moment (Graphs). Knows nothing of what a launch does; engine/cycle.py does.
+"""A runner runs launches of the cycle: operation by operation (Eager), or as CUDA graphs (Graphs), which are captured once for
+each key and replayed with new input. What a launch computes is in cycle.py.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from forerun.device import send_integers
 from forerun.engine.costs import Costs
 from forerun.engine.cycle import PROMPT, Cycle, Key, Report
 
-UNCAPTURED = 16  # times that a rare launch is run operation by operation before it is worth the time that capturing takes
-CONTEXTS = (512, 4096)  # tokens of a sequence at which decode launches are timed
+UNCAPTURED = 16  # runs of a rare launch, operation by operation, before it is captured
+CONTEXTS = (512, 4096)  # tokens of a row for which decode launches are timed
 
 
 class Runner(Protocol):
-    """capturing: seconds and bytes that it has taken, None where nothing is captured."""
+    """capturing: seconds and bytes that captures have taken, None for a runner that does not capture."""
 
     @property
     def capturing(self) -> tuple[float, int] | None: ...
 
     def run(self, key: Key, given: Sequence[list[int]]) -> Report:
-        """Run a launch; given: as the key's layout asks. A later launch may overwrite what it returns: copy it before that."""
+        """Run a launch. given: input as the key's layout wants it. The next launch may overwrite the report: copy it first."""
 
     def cost(self, keys: Sequence[Key], context: float) -> list[float]:
-        """Seconds of these launches, whose keys say nothing of sampling, NaN if not known; context: tokens of a row on
-        average."""
+        """Seconds of each launch, NaN if unknown. keys: without sampling; context: mean tokens of a row."""
 
     def warm_up(self, keys: Iterable[Key], whole: bool = True) -> None:
-        """Before the first request: make these launches ready, and time them. whole: these are all that are common."""
+        """Before the first request: make these launches ready and time them. whole: these are all common launches."""
 
 
 class Eager:
-    """measure: measures what steps cost, None: that is not asked for."""
+    """measure: measures the cost of steps; None: nothing is measured."""
 
     capturing = None
 
@@ -62,8 +61,8 @@ class Eager:
 
 
 class Graphs:
-    """costs: by the key without its sampling, seconds of a greedy replay, the context it was timed at, and what each token of
-    context adds."""
+    """costs: by the key without sampling: seconds of a greedy replay, the context for which it was timed, and seconds for each
+    further token of context. seconds, bytes: taken by captures."""
 
     def __init__(self, cycle: Cycle) -> None:
         self.cycle = cycle
@@ -71,19 +70,19 @@ class Graphs:
         self.seconds, self.bytes = 0.0, 0
         self.costs: dict[Key, tuple[float, int, float]] = {}
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Report]] = {}
-        self._inputs: dict[tuple[int, int], Tensor] = {}  # (what is given of a row, rows) -> all of it, [2 or 4,B]
-        self._now: dict[tuple[int, int], Sequence[list[int]]] = {}  # what these hold
-        self._shared: tuple[Any, torch.cuda.Stream] | None = None  # the graphs' memory pool, the stream they are recorded on
+        self._inputs: dict[tuple[int, int], Tensor] = {}  # by its shape: the input that graphs read, [2 or 4,B]
+        self._now: dict[tuple[int, int], Sequence[list[int]]] = {}  # by the same shape: its values
+        self._shared: tuple[Any, torch.cuda.Stream] | None = None  # memory pool and stream of all graphs
         self._tables = cycle.sampling.version
-        self._uses: dict[Key, int] = {}  # of launches that are not captured
-        self._warm = False  # what is common is captured: from now on requests wait only for captures that pay
+        self._uses: dict[Key, int] = {}  # runs of launches that are not captured
+        self._warm = False  # whether all common launches are captured: others are captured only if they are frequent
 
     @property
     def capturing(self) -> tuple[float, int]:
         return self.seconds, self.bytes
 
     def run(self, key: Key, given: Sequence[list[int]]) -> Report:
-        if self._tables != self.cycle.sampling.version:  # graphs that hold older tables of bans and biases are stale
+        if self._tables != self.cycle.sampling.version:  # graphs with older tables of bans and biases are stale
             self._graphs = {key: graph for key, graph in self._graphs.items() if not key.features.shaped}
             self._tables = self.cycle.sampling.version
         if key not in self._graphs:
@@ -107,7 +106,7 @@ class Graphs:
 
     @torch.inference_mode()
     def capture(self, key: Key) -> None:
-        """Make the graph of a launch of padding rows."""
+        """Capture a launch, with padding rows only."""
         shape = (4 if key.layout == PROMPT else 2, key.rows)
         if shape not in self._inputs:
             self._inputs[shape] = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -123,16 +122,16 @@ class Graphs:
             self.seconds += time.perf_counter() - start
 
     def _record(self, work: Callable[[], Report]) -> tuple[torch.cuda.CUDAGraph, Report]:
-        """Do the work once, for the dummy slot, so that everything it needs is compiled and there, then record it."""
+        """Do the work once, so that all kernels are compiled and all buffers exist, then record it."""
         start = time.perf_counter()
-        if self._shared is None:  # one for all graphs: the vendor's products keep a workspace for each stream
+        if self._shared is None:  # one stream, since cuBLAS keeps a workspace for each
             self._shared = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device))
         pool, stream = self._shared
         torch.cuda.synchronize(self.device)
         with torch.cuda.stream(stream):
             work()
         stream.synchronize()
-        torch.cuda.empty_cache()  # of what that took, so that what the graph takes can be seen
+        torch.cuda.empty_cache()  # so that the memory of the graph can be measured
         free = torch.cuda.mem_get_info(self.device)[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
@@ -150,15 +149,15 @@ class Graphs:
         return found
 
     def _cost(self, graph: torch.cuda.CUDAGraph) -> tuple[float, int, float]:
-        """Seconds of a replay at the first of CONTEXTS, that context, and what each token more of a row adds."""
+        """Seconds of a replay at the first of CONTEXTS, that context, and seconds for each further token of context."""
         longest = self.cycle.state.tokens.shape[1] // 2
         near, far = (min(context, longest) for context in CONTEXTS)
         seconds = self._at_context(graph, near)
         return seconds, near, max(self._at_context(graph, far) - seconds, 0.0) / (far - near) if far > near else 0.0
 
     def _at_context(self, graph: torch.cuda.CUDAGraph, context: int) -> float:
-        """Meanwhile the dummy slot is a sequence so long, for all rows at once: it reads whatever pages there are, and writes
-        behind them, into page 0 (a drafter with a cache of its own begins one position earlier)."""
+        """Time replays in which all rows are a sequence of this length in the dummy slot. It reads any pages there are and
+        writes into page 0. (A drafter with a cache of its own starts one position earlier, so the last page is 0 too.)"""
         state, kv, dummy = self.cycle.state, self.cycle.kv, self.cycle.state.dummy
         whole = context // kv.block_size  # pages
         some = torch.arange(max(whole - 1, 0), dtype=torch.int32, device=self.device) % max(kv.pages - 1, 1)
@@ -176,7 +175,7 @@ class Graphs:
 
     @staticmethod
     def _time(graph: torch.cuda.CUDAGraph) -> float:
-        """Seconds of a replay, the best of a few."""
+        """Seconds of a replay, the minimum of a few."""
         best = float("inf")
         for _ in range(4):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,9 +1,9 @@
-"""The device's tables: one row (slot) for each live sequence, and a last one, the dummy slot, for padding rows. Every change of
-who has a slot goes through `apply`. What the numbers mean for a step is decided in cycle.py and scheduler.py.
+"""The device's tables: one line (slot) for each running sequence, and a last one, the dummy slot, for padding rows. `apply`
+writes all admissions and releases. cycle.py and scheduler.py decide what a step does with the tables.
 
     tokens[slot]:  | prompt ............ | output ....... x | drafts of this step | stale ... |
                    0                                 length-1  length                         L
-    x, the last committed token, has no keys and values yet: a decode step computes them with those of the drafts.
+    x, the last committed token, has no keys and values yet. A decode step computes them together with those of the drafts.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from forerun.device import send
 from forerun.kernels import Batch
 from forerun.types import Request
 
-STOP_IDS = 16  # stop tokens of a request that the device looks for; the host looks for any others
+STOP_IDS = 16  # stop tokens of a request that the device checks; the host checks any others
 
 
 class Admission(NamedTuple):
-    """A request that takes a slot. ids: its committed tokens, more than its prompt if it resumes."""
+    """A request that gets a slot. ids: its committed tokens: the prompt, and if it resumes what it has produced."""
 
     ids: list[int]
     request: Request
 
 
 class RowState:
-    """tokens: [S,L] int64; length: [S] int64, committed tokens; block_table: [S,P] int32; limit: [S] int64, the length at
-    which a row ends; stop_ids: [S,E] int64, padded with -1; active: [S] bool, whether a row commits; its next draft: draft
-    [S,K] int64, draft_size [S] int64, draft_probs [S,K,V] float32 or None."""
+    """tokens: [S,L] int64; length: [S] int64, committed tokens; block_table: [S,P] int32; limit: [S] int64, the maximum length;
+    stop_ids: [S,E] int64, padded with -1; active: [S] bool, whether a row commits; of the next draft: draft [S,K] int64,
+    draft_size [S] int64, draft_probs [S,K,V] float32 or None. dummy: the dummy slot."""
 
     def __init__(
         self, slots: int, positions: int, pages: int, device: torch.device, width: int = 0, vocab: int | None = None
     ) -> None:
-        """positions: L; width: K; vocab: V, given if drafts come with the distributions that they were drawn from."""
+        """slots: S; positions: L; pages: P; width: K; vocab: V, if drafts come with the distributions they were drawn from."""
         whole = torch.int64
         self.tokens = torch.zeros(slots, positions, dtype=whole, device=device)
-        self.length = torch.ones(slots, dtype=whole, device=device)  # never 0: a slot's last token can be read
+        self.length = torch.ones(slots, dtype=whole, device=device)  # never 0, so that each slot has a last token
         self.block_table = torch.zeros(slots, pages, dtype=torch.int32, device=device)
         self.limit = torch.zeros(slots, dtype=whole, device=device)
         self.stop_ids = torch.full((slots, STOP_IDS), -1, dtype=whole, device=device)
@@ -51,7 +51,7 @@ class RowState:
         self.dummy = slots - 1
 
     def apply(self, changes: Mapping[int, Admission | None]) -> None:
-        """Admissions and releases (None), by slot, in one transfer. An admitted row has no pages and no draft yet."""
+        """Write admissions and releases (None), by slot, with one transfer. An admitted row has no pages and no draft."""
         admitted = {slot: one for slot, one in changes.items() if one is not None}
         released = [slot for slot in changes if slot not in admitted]
         requests = [one.request for one in admitted.values()]
@@ -81,18 +81,18 @@ class RowState:
             self.active.index_fill_(0, slot, True)
 
     def set(self, slot: int, ids: tuple[int, ...] | list[int]) -> None:
-        """Give the slot these committed tokens, and nothing else."""
+        """Write a slot's committed tokens and their number."""
         self.tokens[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         self.length[slot] = len(ids)
 
     def map_pages(self, new: list[tuple[int, int, int]]) -> None:
-        """Write pages into block tables: (slot, index in its table, page) each."""
+        """Write pages into block tables. new: (slot, index in its table, page) each."""
         if new:
             slot, at, page = send(np.array(new, dtype=np.int64).T.copy(), self.tokens.device)
             self.block_table[slot, at] = page.int()
 
     def catch_up(self, slot: int, ids: list[int]) -> None:
-        """Make these the slot's committed tokens; those that it knows are a beginning of them. For a state on the CPU."""
+        """Append to a slot's committed tokens those of `ids` that it does not have yet. For a state on the CPU."""
         known = int(self.length[slot])
         if known < len(ids):
             self.tokens[slot, known : len(ids)] = torch.tensor(ids[known:], dtype=torch.int64)
@@ -104,8 +104,8 @@ class RowState:
         return self.tokens.numpy()[slot, : int(self.length[slot])]
 
     def batch(self, slot: np.ndarray, begin: np.ndarray, count: np.ndarray, logits_at: np.ndarray) -> Batch:
-        """A forward pass over the tokens begin .. begin + count - 1 of each of these slots ([R] each, on the host), laid
-        end to end without padding, with logits wanted at these [N] of the flat tokens."""
+        """A forward pass over the tokens begin .. begin + count - 1 of each slot, end to end without padding. slot, begin,
+        count: [R] on the host; logits_at: [N], which of the T flat tokens get logits."""
         device = self.tokens.device
         row_start = np.concatenate(([0], np.cumsum(count)))
         row = np.repeat(np.arange(len(slot)), count)  # [T]
@@ -120,11 +120,11 @@ class RowState:
         )
 
     def write_drafts(self, slot: Tensor, drafts: Tensor) -> None:
-        """Lay drafts [B,K] behind the committed tokens of the slots [B]."""
+        """Write drafts [B,K] after the committed tokens of the slots [B]."""
         at = self.length[slot][:, None] + torch.arange(drafts.shape[1], device=drafts.device)  # [B,K]
         self.tokens[slot[:, None], at] = drafts
 
     def commit(self, slot: Tensor, tokens: Tensor, count: Tensor) -> None:
-        """Append tokens [B,K+1], of each row the first count [B]. Past them stale ids may lie, but no BROKEN (-1)."""
+        """Append the first count [B] of each row's tokens [B,K+1]. Positions past them may hold stale ids, but never -1."""
         self.write_drafts(slot, tokens.clamp(min=0))
         self.length[slot] += count

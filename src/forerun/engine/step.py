@@ -1,6 +1,6 @@
-"""One step of the engine, on the host: admissions and releases are applied, the rows of a plan become launches of the cycle,
-and what these did is read. With the exact layout a step is read at once (lag 0). With the padded one it is read after the
-next one was launched (lag 1), unless a drafter on the host has to see it before it can draft.
+"""One step of the engine, on the host. Admissions and releases are applied, the rows of a plan become launches of the cycle,
+and their reports are read. With the exact layout a step is read at once (lag 0). With the padded layout it is read after the
+next one was launched (lag 1), except that a drafter on the host forces lag 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from forerun.device import mark, receive, send_integers
 from forerun.drafters import Drafter, Rows
 from forerun.engine.cycle import DRAWN, EXACT, Cycle, Report, Times
-from forerun.engine.layouts import Arrange
+from forerun.engine.layouts import StepLayout
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Plan, PlanRow, Sequence, new_pages
 from forerun.engine.state import Admission, RowState
@@ -24,9 +24,9 @@ from forerun.types import Logprob
 
 @dataclass(slots=True)
 class Committed:
-    """What a step did to one row: tokens committed (none in the middle of a prompt), how many were drafted for it and how many
-    of these accepted, and the tokens' logprobs if the request asked for them. broken: behind these tokens no token can be
-    chosen, since the logits are not finite."""
+    """What a step did to one row. tokens: committed, none for an unfinished prompt; drafted, accepted: numbers of draft tokens;
+    logprobs: of the tokens, if the request wants them; broken: the logits after these tokens are not finite, so no token can be
+    chosen."""
 
     row: PlanRow
     tokens: list[int]
@@ -37,22 +37,22 @@ class Committed:
 
 
 class InFlight(NamedTuple):
-    """A step that was launched and not read. parts: rows with their reports, which are on the host once `arrived` returns;
-    silent: rows in the middle of a prompt."""
+    """A step that was launched and not read. parts: rows with their reports; arrived: waits until these are on the host;
+    unfinished: rows with an unfinished prompt, which commit nothing; times: host seconds of the launch."""
 
     rows: list[PlanRow]
     parts: list[tuple[list[PlanRow], Report]]
-    silent: list[PlanRow]
+    unfinished: list[PlanRow]
     arrived: Callable[[], None]
     times: Times
 
 
 class Step:
-    """mirror: tables on the host, for a drafter there (host_drafter; None: drafts are made in the cycle). waits: drafts for
-    which a step on a device was waited for."""
+    """host_drafter: a drafter on the host; None: drafts are made in the cycle. mirror: tables on the host for that drafter.
+    lag: how many steps may be in flight when the next one is launched. waits: how often the host drafter was asked to draft."""
 
     def __init__(
-        self, cycle: Cycle, layout: Arrange, runner: Runner, drafter: Drafter | None, mirror: RowState, lag: int
+        self, cycle: Cycle, layout: StepLayout, runner: Runner, drafter: Drafter | None, mirror: RowState, lag: int
     ) -> None:
         self.cycle, self.layout, self.runner, self.drafter, self.mirror = cycle, layout, runner, drafter, mirror
         self.host_drafter = drafter if cycle.drafter is None else None
@@ -62,15 +62,15 @@ class Step:
         self._changes: dict[int, Admission | None] = {}  # admissions and releases since the last launch, by slot
 
     def warm_up(self) -> None:
-        """Before the first request: make the common launches ready, and time them."""
+        """Before the first request: make the common launches ready and time them."""
         self.runner.warm_up(self.layout.keys(self.cycle.classes))
 
     def warm_up_largest(self) -> None:
-        """Make the launches ready that take most memory, in which all others fit."""
+        """Make the launches ready that take most memory. All others fit into it."""
         self.runner.warm_up(self.layout.largest(), whole=False)
 
     def admit(self, sequence: Sequence) -> None:
-        """The sequence has a slot; the state is written at the next launch."""
+        """The sequence got a slot. The next launch writes it to the state."""
         slot, request = sequence.slot, sequence.request
         sequence.mapped = 0
         self._changes[slot] = Admission(list(sequence.ids), request)
@@ -80,7 +80,7 @@ class Step:
             self.drafter.admit(slot, request)
 
     def release(self, sequence: Sequence, slot: int, finished: bool) -> None:
-        """It has left the slot, in which nothing happens from the next launch on."""
+        """The sequence left the slot. The next launch makes the row inactive."""
         self._changes[slot] = None
         if self.host_drafter is not None:
             self.mirror.catch_up(slot, sequence.ids)
@@ -88,7 +88,7 @@ class Step:
             self.drafter.release(slot, finished)
 
     def restart(self) -> None:
-        """All slots are free, whatever state they are in."""
+        """Make all slots free after a failure."""
         self._changes = {}
         self.layout.restart()
         self.state.active.fill_(False)
@@ -109,29 +109,29 @@ class Step:
         exact = False
         for key, given, rows in self.layout.arrange(plan.rows):
             report = self.runner.run(key, given)
-            parts.append((rows, self._receive(report)))  # at once: graphs share their memory
+            parts.append((rows, self._receive(report)))  # before the next launch, since graphs share their memory
             exact = key.layout == EXACT
-        silent = [row for row in plan.rows if not row.commits]
-        resumed = [row.sequence.slot for row in silent if row.sequence.resumes(row)]
+        unfinished = [row for row in plan.rows if not row.commits]
+        resumed = [row.sequence.slot for row in unfinished if row.sequence.resumes(row)]
         if resumed and self.cycle.drafter is not None:
             at = send_integers(resumed, self.device)
             wanted = torch.full_like(at, self.cycle.width) if exact else None
             self.cycle.draft(at, wanted, self.cycle.features(resumed) if exact else DRAWN)
         spent = time.perf_counter() - start
         draft, _, verify = self.cycle.times if exact else (0.0, 0.0, 0.0)
-        return InFlight(plan.rows, parts, silent, mark(self.device), Times(draft, spent - draft - verify, verify))
+        return InFlight(plan.rows, parts, unfinished, mark(self.device), Times(draft, spent - draft - verify, verify))
 
     @staticmethod
     def _receive(report: Report) -> Report:
-        """The report on its way to the host."""
+        """Start the copy of a report to the host."""
         noted = None if report.noted is None else tuple(receive(part) for part in report.noted)
         confidence = None if report.confidence is None else receive(report.confidence)
         return Report(receive(report.tokens), receive(report.counts), noted, confidence)  # type: ignore[arg-type]
 
     def read(self, step: InFlight) -> Iterator[Committed]:
-        """What a step did to each row, waiting for it if need be. To be called once."""
+        """Wait for a step, then yield what it did to each row, and update the acceptance histories. To be called once."""
         step.arrived()
-        for row in step.silent:
+        for row in step.unfinished:
             yield Committed(row, [], 0, 0, [])
         for rows, report in step.parts:
             tokens, columns = report.tokens.tolist(), report.counts.t().tolist()
@@ -159,8 +159,8 @@ class Step:
         ]
 
     def draft(self, sequences: list[Sequence], width: int) -> float:
-        """Have a drafter on the host draft at most `width` tokens for these sequences, of which every step was read. Returns
-        the seconds that it took."""
+        """Have the host drafter draft at most `width` tokens for these sequences. All their steps have been read. Returns the
+        seconds that it took."""
         if self.host_drafter is None or not sequences:
             return 0.0
         start = time.perf_counter()
