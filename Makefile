@@ -1,14 +1,15 @@
-# Everything happens in .venv. Nothing is installed again unless pyproject.toml changes.
+# Everything is installed in .venv, and again only if pyproject.toml changes.
 #
-#   make demo    install, fetch the default model, and measure within five minutes whether speculation pays on this machine
-#   make test    the tests
-#   make check   what has to pass before a change is merged: lint, types, tests
+#   make demo    install, fetch the default model, and measure in under five minutes whether speculation pays on this machine
+#   make test    run the tests
+#   make lint    run ruff and mypy
+#   make check   run lint and the tests; both must pass before a change is merged
+#   make clean   remove the environment and the caches of the tools
 #
-# PYTHON names the interpreter that makes the environment: make PYTHON=python3.12 demo
-# PIP_ARGS is handed to pip install. On Linux the torch that pip takes by default may bring CUDA libraries of several
-# gigabytes along; where only a CPU is to be used, PIP_ARGS='--extra-index-url ADDRESS' with the address of PyTorch's
-# CPU builds (see its installation page) avoids that. pyproject.toml keeps torch at 2.13.0 or older, so that no newer
-# release which only exists as a CUDA build is taken instead.
+# PYTHON is the interpreter that creates the environment: make PYTHON=python3.12 demo
+# PIP_ARGS is passed to pip install. On Linux the default build of torch may need CUDA libraries of several gigabytes. For a
+# CPU only, PIP_ARGS='--extra-index-url ADDRESS' with the address of PyTorch's CPU builds (see its installation page) avoids
+# them. pyproject.toml limits torch to 2.13.0 or older. Otherwise pip could take a newer release that exists as a CUDA build only.
 
 PYTHON ?= python3
 PIP_ARGS ?=

@@ -223,7 +223,7 @@ class EngineConfig:
     max_num_seqs: int = setting(32, Whole(1, MOST_SEQUENCES, 32))
     max_num_batched_tokens: int | None = setting(None, Whole(1, LARGEST, 2048, ", or None for the device's default"))
     block_size: int = setting(16, _block_size)
-    kv_cache_tokens: int | None = setting(None, Whole(1, 2**40, CACHED, ", or None for what there is room for"))
+    kv_cache_tokens: int | None = setting(None, Whole(1, 2**40, CACHED, ", or None for the default"))
     enable_prefix_caching: bool = setting(True, Flag())
     seed: int = setting(0, Seed())
     adaptive_drafts: bool = setting(True, Flag())
@@ -239,7 +239,7 @@ class EngineConfig:
         if k >= seqs:
             why = f"a step holds a draft of num_speculative_tokens={k} and one token more"
         enough = budget is None or budget >= least
-        require(enough, "max_num_batched_tokens", budget, f"{why}; give {least} or more, or lower that")
+        require(enough, "max_num_batched_tokens", budget, f"{why}; give {least} or more, or lower the other")
         room = self.kv_cache_tokens
-        remedy = f"a page (block_size) has {page} tokens; give as many or more, for instance {CACHED}"
+        remedy = f"a page (block_size) has {page} tokens; give {page} or more, for instance {CACHED}"
         require(room is None or room >= page, "kv_cache_tokens", room, remedy)
