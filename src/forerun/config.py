@@ -235,11 +235,11 @@ class EngineConfig:
         budget, seqs, page = self.max_num_batched_tokens, self.max_num_seqs, self.block_size
         k = self.speculation.num_speculative_tokens if self.speculation else 0
         least = max(seqs, k + 1)
-        why = f"each of max_num_seqs={seqs} sequences gets a token in every step"
+        why = f"each of max_num_seqs={seqs} sequences gets a token in every step; lower that, or"
         if k >= seqs:
-            why = f"a step holds a draft of num_speculative_tokens={k} and one token more"
+            why = f"a step holds a draft of num_speculative_tokens={k} and one token more; lower that, or"
         enough = budget is None or budget >= least
-        require(enough, "max_num_batched_tokens", budget, f"{why}; give {least} or more, or lower the other")
+        require(enough, "max_num_batched_tokens", budget, f"{why} give {least} or more")
         room = self.kv_cache_tokens
         remedy = f"a page (block_size) has {page} tokens; give {page} or more, for instance {CACHED}"
         require(room is None or room >= page, "kv_cache_tokens", room, remedy)
