@@ -150,6 +150,7 @@ class _Growing:
         self.reason, self.error = event.finish_reason, event.error
 
     def done(self) -> Completion:
+        """The completion. All its events must have been taken."""
         assert self.reason is not None
         start = self.start
         admitted, first = self.live.admitted_at or self.end, self.first or self.end
@@ -162,6 +163,8 @@ class _Growing:
 
 
 class LLM:
+    """A model with its engine. Any threads may share it."""
+
     def __init__(
         self,
         model: str | Path | LoadedModel | None = None,
@@ -261,13 +264,16 @@ class LLM:
 
     @property
     def stats(self) -> EngineStats:
+        """The engine's counts and times since its start or since `reset_stats`."""
         return self.engine.stats
 
     def reset_stats(self) -> None:
+        """Set the counts and times to zero, between two steps."""
         with self.owner.between_steps():
             self.engine.stats = EngineStats()
 
     def clear_prefix_cache(self) -> None:
+        """Forget all pages of the prefix cache, between two steps. Running requests keep theirs."""
         with self.owner.between_steps():
             self.engine.scheduler.pages.clear()
 
