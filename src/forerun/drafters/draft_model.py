@@ -1,10 +1,9 @@
 """Drafts from a smaller model with the target's vocabulary, greedy (point masses) or drawn (with probabilities).
 
-It keeps keys and values of its own under the target's page numbers, in one of two ways. Where the layout is exact, they are
-computed when a draft is asked for, for all that was committed since: not at all while nothing is drafted. They are not
-prefix-cached then. Where it is padded, they keep pace with the target's: prompts go through the drafter in the same parts, so
-that cached pages are good for both, and a draft begins by computing the last two committed tokens, since after a draft that was
-accepted to its end both are new to it.
+The drafter keeps its own keys and values under the target's page numbers. With the exact layout it computes them when it
+drafts, for all tokens that were committed since its last draft. They are not prefix-cached. With the padded layout they keep
+pace with the target's: the drafter computes the same prompt chunks, so cached pages hold both. A draft begins with the last two
+committed tokens: after a fully accepted draft the drafter has computed neither.
 
 Its drafts have no confidence. The probability of its likeliest token says how often a sampled token agrees; a greedy target
 agrees more often, and the policy would verify too little.
@@ -30,14 +29,14 @@ class DraftModel(Stateless):
         self, model: Target, kv: KVCache, state: RowState, sampling: SamplingState, vocab: int, drawn: bool,
         padded: bool, limit: int, budget: int,
     ) -> None:
-        """kv: as many pages as the target's; vocab: ids from here on are never drafted; drawn: draw the drafts and say from
-        what; limit: the drafter's context; budget: tokens of one of its forward passes. A padded layout takes no limit below
-        the engine's, since the drafter would have to stop on the device."""
+        """kv: with as many pages as the target's; vocab: only ids below it are drafted; drawn: draw the drafts and give their
+        probabilities; limit: the drafter's context; budget: tokens of a forward pass at most. With the padded layout the limit
+        is at least the engine's max_model_len, since the device does not check it."""
         self.needs = Needs(True, kv_bytes_per_token=model.kv_bytes_per_token, weight_bytes=model.bytes)
         self._model, self._kv, self._state, self._sampling = model, kv, state, sampling
         self._vocab, self._drawn, self._padded = vocab, drawn, padded
         self._limit, self._budget = limit, budget
-        self._computed = np.zeros(len(state.length), np.int64)  # exact layout, by slot: positions with keys and values
+        self._computed = np.zeros(len(state.length), np.int64)  # by slot, exact layout: positions with keys and values
 
     def admit(self, slot: int, request: Request) -> None:
         self._computed[slot] = 0
@@ -75,8 +74,8 @@ class DraftModel(Stateless):
         return Draft(tokens, size, probs)
 
     def _logits(self, slot: Tensor, length: Tensor, k: Tensor, first: bool) -> Tensor:
-        """Logits behind the last of each row's tokens, of which there are `length`, drafts included; [B] -> [B,V]. first: of a
-        draft's first token, when committed tokens are to be computed too."""
+        """Logits [B,V] after each row's last token. length: [B], tokens with drafts; first: they are for the first token of a
+        draft, so committed tokens are computed too."""
         if not self._padded:
             at, ends = slot.numpy(), length.numpy()
             return self._catch_up(at, np.minimum(self._computed[at], ends - 2).clip(0) if first else ends - 1, ends)
@@ -91,7 +90,7 @@ class DraftModel(Stateless):
         return self._model.forward(batch, self._kv, kernels=kernels).logits
 
     def _catch_up(self, slot: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Tensor:
-        """The same for the tokens begin .. end - 1 of slots on the CPU, in passes within the budget."""
+        """Compute the tokens begin .. end - 1 of these slots, on the CPU, in passes within the budget; logits as above."""
         count, share = end - begin, max(self._budget // len(slot), 1)
         while (count > share).any():
             part = np.minimum(count - 1, share)

@@ -1,4 +1,4 @@
-"""From a method's name to its drafter: the only place that knows both."""
+"""The table of drafters by the name of their method."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from forerun.verify.sampling import SamplingState
 
 
 class DrafterContext(NamedTuple):
-    """What a drafter can be built on: the engine's state, and for draft_model the drafter's weights. state: the device's
-    tables; mirror: tables on the host, which know what was read (the same ones where the device is the host); padded: launches
-    are of fixed shape. vocab: ids below it may be drafted: the tokenizer has them, and so does the target."""
+    """What a drafter is built on. state: the device's tables; mirror: tables on the host, which hold the tokens that were read
+    (the same tables if the device is the CPU); padded: whether the layout is padded; vocab: ids below it may be drafted, since
+    the tokenizer and the target have them; model: the weights for draft_model."""
 
     state: RowState
     mirror: RowState

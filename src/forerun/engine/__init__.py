@@ -1,1 +1,1 @@
-"""The engine: requests in, events out. engine.py owns the parts; step.py is where a token is made."""
+"""The engine takes requests and gives events. engine.py owns the parts, step.py makes a step, cycle.py makes the tokens."""

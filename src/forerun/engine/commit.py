@@ -1,10 +1,10 @@
-"""To commit a step's tokens: cut each row's block at a stop, the limit or broken logits, and append it to the state. Two
-forms that agree: operations of fixed shape on any device, and row by row on the host, which is faster there. The third, in
-Triton, is kernels/cuda_step.py's.
+"""Commit the tokens of a launch: cut each row's block at a stop token, the limit or broken logits, and append it to the state.
+Two forms agree: operations of fixed shape for any device, and a loop over the rows, which is faster on the host. A third form,
+in Triton, is in kernels/cuda_step.py.
 
-Both take slot [B] int64; draft, W wide; tokens [B,W+1] int64, the block of each row; and the verdict, or None: then tokens
-are the target's choices, of which the draft is accepted while it equals them. Both give [B,5] int64: committed, drafted,
-accepted, whether the logits behind the committed tokens are broken (1), and 0 for the size of a next draft.
+Both take slot [B] int64; draft, W wide; tokens [B,W+1] int64, the block of each row; and the verdict. If that is None, tokens
+are the target's choices, and a draft is accepted while it equals them. Both return [B,5] int64: committed, drafted, accepted,
+1 if broken logits ended the row after these tokens, and 0 for the size of the next draft.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def commit(state: RowState, slot: Tensor, draft: Draft, tokens: Tensor, verdict:
     length, active, limit = state.length[slot], state.active[slot], state.limit[slot]
     at = torch.arange(width, device=slot.device)
     ends = (tokens[:, :, None] == state.stop_ids[slot][:, None, :]).any(-1) | (tokens == BROKEN)
-    first = torch.where(ends & (at < verdict.count[:, None]), at, width).amin(1)  # [B] where it ends, or past all
+    first = torch.where(ends & (at < verdict.count[:, None]), at, width).amin(1)  # [B] the token that ends the row, or W+1
     last = tokens.gather(1, first[:, None].clamp(max=width - 1))[:, 0]
     room = limit - length
     broken = active & (first < torch.clamp(room, max=width)) & (last == BROKEN)

@@ -1,4 +1,4 @@
-"""The owner of everything that runs: takes requests, makes steps, gives events. Where a text ends is decided here."""
+"""The engine takes requests, makes steps and gives events. It decides where an answer ends and which request a failure ends."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from forerun.types import Event, FinishReason, Request, require
 from forerun.verify.sampling import SamplingState, check_request
 
 LOG = logging.getLogger("forerun")
-MEASURED, CONTEXT = 64, 1024  # positions of a step, and tokens of context, up to which its cost is measured
+MEASURED, CONTEXT = 64, 1024  # the cost of steps is measured up to so many positions and tokens of context
 # (state, mirror, sampling, kv, padded) -> drafter, see drafters/table.py
 MakeDrafter = Callable[[RowState, RowState, SamplingState, KVCache, bool], Drafter | None]
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Since the last reset: steps made; host seconds of their parts (other: planning, text, bookkeeping); tokens whose
-    keys and values were computed for prompts, found in the prefix cache, and committed as output; preemptions; and
-    what drafting did, over all requests."""
+    """Since the last reset. steps: steps read; *_s: host seconds of their parts (other: planning, text, bookkeeping);
+    prompt_tokens: computed for prompts; cached_tokens: found in the prefix cache; output_tokens: committed as output; drafts:
+    over all requests."""
 
     steps: int = 0
     draft_s: float = 0.0
@@ -59,8 +59,8 @@ class EngineStats:
 
 
 def measure_costs(cycle: Cycle, longest: int, kv_tokens: int) -> Costs:
-    """What steps cost by their positions and context, on the dummy slot, while all pages are free. longest: tokens of a
-    sequence."""
+    """Measure the cost of steps by positions and context, with the dummy slot, while all pages are free. longest: tokens of a
+    sequence at most."""
     target, kv, state, dummy = cycle.target, cycle.kv, cycle.state, np.array([cycle.state.dummy])
     most = min(MEASURED, longest)
     context = max(min(CONTEXT, longest - most, kv_tokens), 0) // kv.block_size * kv.block_size
@@ -78,12 +78,12 @@ def measure_costs(cycle: Cycle, longest: int, kv_tokens: int) -> Costs:
 
 
 def captures(target: Target) -> bool:
-    """Whether the target's kernels can be captured: on CUDA, in a dtype that they are written for."""
+    """Whether the target's kernels can be captured: on CUDA, in a dtype that the kernels have."""
     return target.device.type == "cuda" and target.dtype in (torch.bfloat16, torch.float16)
 
 
 def fused_cycle() -> type[Cycle]:
-    """The cycle that is captured. Imported here, since it needs triton, which torch for the CPU does not bring."""
+    """The cycle that is captured. It is imported here since it needs triton, which CPU builds of torch do not bring."""
     from forerun.engine.fused import FusedCycle
 
     return FusedCycle
@@ -98,8 +98,8 @@ class Engine:
         detokenizer: Callable[[], Detokenizer],
         padded: bool | None = None,
     ) -> None:
-        """make_drafter builds the drafter on the engine's own state; detokenizer makes a fresh one for each request; padded:
-        launches of fixed shape, read one step late (None: on CUDA)."""
+        """make_drafter: builds the drafter on the engine's state; detokenizer: makes a new one for each request; padded: the
+        padded layout, read one step late (None: on CUDA). Raises SettingError for settings that cannot work together."""
         speculation = config.speculation
         self.config = config
         self.max_model_len = config.max_model_len or target.max_positions
@@ -140,7 +140,7 @@ class Engine:
         self._step = self._make_step(target, policy, mirror, padded, block)
         self._in_flight: deque[InFlight] = deque()
         self._events: list[Event] = []
-        self._blamed: list[Sequence] = []  # whose work is being done, should it fail
+        self._blamed: list[Sequence] = []  # the sequences that a failure now may belong to
         self._committing: Sequence | None = None
         self.stats = EngineStats()
         self._vocab = target.vocab
@@ -150,7 +150,7 @@ class Engine:
         self._texts: dict[str, TextStream] = {}
 
     def _make_step(self, target: Target, policy: Policy, mirror: RowState, padded: bool, block: bool) -> Step:
-        """The cycle, the layout and the runner for this device: graphs where the target's kernels can be captured."""
+        """The cycle, layout and runner for this device, with graphs if the target's kernels can be captured."""
         seqs, longest = self.config.max_num_seqs, self.max_model_len
         captured = padded and captures(target)
         kind: type[Cycle] = fused_cycle() if captured else Cycle
@@ -168,8 +168,8 @@ class Engine:
     def _default_kv_tokens(
         self, target: Target, make_drafter: MakeDrafter, detokenizer: Callable[[], Detokenizer]
     ) -> int:
-        """On a GPU what all else leaves of its share, which an engine with the smallest cache shows; on a CPU what all
-        sequences can need, but no more than a quarter of what is free."""
+        """Tokens of the KV cache. On a GPU it is the rest of the memory share: a trial engine with the smallest cache shows
+        what else is used. On a CPU it is what all sequences can need, at most a quarter of the free memory."""
         config, device = self.config, target.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -192,13 +192,13 @@ class Engine:
         return max(min(whole, affordable), self.max_model_len) + config.block_size
 
     def warm_up(self) -> None:
-        """Before the first request: capture the launches of greedy and of sampled decoding, and of their prompts, where
-        there are graphs; else, if drafts are adapted, measure what steps cost."""
+        """Before the first request: capture the launches of greedy and sampled decoding and of prompts. Without graphs, measure
+        the cost of steps if drafts are adaptive."""
         self._step.warm_up()
 
     @property
     def kv_tokens(self) -> int:
-        """How many tokens' keys and values the cache holds."""
+        """Tokens that the KV cache holds."""
         return self.scheduler.pages.count * self.config.block_size
 
     def capacity(self) -> str:
@@ -209,8 +209,8 @@ class Engine:
         return f"{room}; CUDA graphs took {capturing[0]:.1f} s and {capturing[1] / 1e6:,.0f} MB"
 
     def settings(self) -> dict[str, Any]:
-        """What is in force, every default filled in; cpu_isa: the instruction set of the CPU's kernels; graphs: what capturing
-        them has cost, None where there are none."""
+        """The settings in force, with all defaults; cpu_isa: the instruction set of the CPU kernels; graphs: the cost of
+        capturing, None without graphs."""
         c, capturing = self.config, self._step.runner.capturing
         return {
             "dtype": str(self.kv.keys[0].dtype).removeprefix("torch."),
@@ -231,7 +231,7 @@ class Engine:
         }
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request; returns its sequence, to be read as it runs. Raises SettingError if it can never run here."""
+        """Queue a request. Return its sequence, which may be read while it runs. Raises SettingError if it can never run."""
         require(isinstance(request, Request), "request", request, "give a forerun.types.Request, for instance LLM.prepare's")
         prompt, limit = len(request.prompt_ids), self.max_model_len
         require(request.id not in self._live, "request id", request.id, "it is in use; give another")
@@ -265,7 +265,7 @@ class Engine:
         return sequence
 
     def abort(self, request_id: str) -> bool:
-        """End a request wherever it is; its pages are free at once. False if there is none of that id."""
+        """End a request in any state and free its pages. Return False if no request has that id."""
         with Uninterrupted():
             sequence = self._live.get(request_id)
             if sequence is not None:
@@ -275,33 +275,33 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is under way, or an event has not been handed over."""
+        """Whether a request is under way or an event was not returned yet."""
         return bool(self._live or self._events)
 
     def step(self) -> list[Event]:
-        """Launch one step of all that runs and read the one that is due; what that did, an event for each request.
+        """Launch one step of all running requests and read the step that is due. Return an event for each request in it.
 
-        An exception ends the request that it belongs to with an event whose finish reason is "error"; all others go on from
-        the tokens that they have. Where it is not known which request of a step it belongs to, each of them is tried alone."""
+        An exception ends the request that it belongs to, with an event whose finish reason is "error". All others go on from
+        their committed tokens. If the request is not known, each one in the step runs alone until it commits or fails."""
         with Uninterrupted():
             self._guard(self._advance)
         events, self._events = self._events, []
         return events
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Do the work. Should it fail anywhere, nothing counts any more but the tokens that were committed."""
+        """Do the work. After a failure, all state but the committed tokens is made anew."""
         try:
             self._blamed, self._committing = [], None
             work()
         except Exception as error:
             self._recover(f"{type(error).__name__}: {error}")
-        except BaseException:  # an interrupt that nothing held back
+        except BaseException:  # an interrupt outside Uninterrupted's reach
             self._recover(None)
             raise
 
     def _recover(self, error: str | None) -> None:
-        """Start again from the committed tokens. error: what the exception said, which ends the request it belongs to; None: an
-        interrupt, which ends none but one in the middle of a commit, of which nobody knows what was committed."""
+        """Start again from the committed tokens. error: the exception's text; it ends the request that it belongs to. None: an
+        interrupt; it ends only a request in the middle of a commit, whose committed tokens are unknown."""
         for event in self._events:
             if event.finish_reason is not None:
                 self._forget(event.request_id)
@@ -316,7 +316,7 @@ class Engine:
         try:
             self.scheduler.restart(self._live.values(), suspects)
             self._step.restart()
-        except Exception as again:  # a device that takes no more work, say
+        except Exception as again:  # for instance, the device takes no more work
             LOG.error("the engine cannot go on", exc_info=True)
             self._fail(list(self._live.values()), f"{error or 'interrupted'}; then {type(again).__name__}: {again}")
             self.scheduler.restart([], [])
@@ -351,7 +351,7 @@ class Engine:
         stats.other_s += time.perf_counter() - start - sum(spent)
 
     def _read(self, step: InFlight) -> Times:
-        """Commit what a step did, and have a drafter on the host draft for those that go on."""
+        """Read and commit a step. A drafter on the host then drafts for the rows that go on."""
         self._blamed = [row.sequence for row in step.rows if not row.stale]
         verified: dict[tuple[int, int], int] = defaultdict(int)
         for one in self._step.read(step):
@@ -371,13 +371,13 @@ class Engine:
         self._step.admit(sequence)
 
     def _commit(self, one: Committed, verified: dict[tuple[int, int], int]) -> None:
-        """Cut the block where the request ends; count, publish and report what is left of it. verified: how many rows of
-        the step had so many tokens drafted, and so many accepted."""
+        """Commit a row's tokens up to the request's end, count them, and make its event. verified: the number of the step's
+        rows by (drafted, accepted)."""
         row, stats = one.row, self.stats
         sequence = row.sequence
         if row.stale:
             return
-        self._committing = sequence  # whose request an exception belongs to from here on
+        self._committing = sequence  # from here on an exception belongs to its request
         if not row.commits:
             self.scheduler.commit(row, [])
             stats.prompt_tokens += row.pending
@@ -386,7 +386,7 @@ class Engine:
         request, tokens, reason, error = sequence.request, one.tokens, None, None
         stream = self._texts[request.id]
         if stream.without and len(sequence.ids) + len(tokens) < sequence.limit and sequence.stops.isdisjoint(tokens):
-            text = stream.pass_on(tokens)  # nothing in the block can end the request
+            text = stream.pass_on(tokens)  # no token of the block ends the request
         else:
             tokens, text, reason = self._cut(sequence, stream, tokens)
         if one.broken and reason is None:
@@ -399,7 +399,7 @@ class Engine:
             stats.prompt_tokens += row.pending if first else row.pending - 1
         stats.output_tokens += len(tokens)
         counts = None
-        if not first or one.drafted:  # the step that ends a prompt verifies nothing
+        if not first or one.drafted:  # the step that ends a prompt is no verify step
             counts = one.drafted, min(one.accepted, len(tokens))
             sequence.stats.count(*counts)
             verified[counts] += 1
@@ -412,7 +412,7 @@ class Engine:
 
     @staticmethod
     def _cut(sequence: Sequence, stream: TextStream, tokens: list[int]) -> tuple[list[int], str, FinishReason | None]:
-        """The tokens up to the first that ends the request, with the text they set free and the reason."""
+        """The tokens up to the first that ends the request, the text that they complete, and the finish reason."""
         request, text, generated = sequence.request, "", sequence.generated
         for i, token in enumerate(tokens):
             generated += 1
@@ -427,12 +427,12 @@ class Engine:
         return tokens, text, None
 
     def _forget(self, request_id: str) -> None:
-        """The request is not under way any more."""
+        """Remove the request from those under way."""
         self._live.pop(request_id, None)
         self._texts.pop(request_id, None)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Free what an ended request holds."""
+        """Free the slot and pages of an ended request."""
         slot = self.scheduler.finish(sequence)
         if slot >= 0:
             self._step.release(sequence, slot, finished=True)

@@ -1,4 +1,4 @@
-"""Interrupts from the keyboard, held back while state is half changed."""
+"""Keyboard interrupts are held back while the engine changes its state."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 class Uninterrupted:
-    """A context in which SIGINT waits until its end. A second one does not wait. Does nothing outside the main thread, to which
-    Python delivers no signals, and where SIGINT has no Python handler."""
+    """A context that delays a first SIGINT until its end. A second SIGINT is not delayed. It does nothing outside the main
+    thread, where Python delivers no signals, or if SIGINT has no Python handler."""
 
     __slots__ = ("_handler", "_held")
 

@@ -1,10 +1,8 @@
-"""The one owner of an engine, for any number of callers in any number of threads: takes requests, hands each caller the events
-of its own requests. Whoever waits for an event makes the next step, or waits for the one that another caller is making.
+"""An owner shares one engine among any number of callers and threads. It takes requests and gives each caller the events of its
+own requests. A caller that waits for an event makes the next step, or waits for the step that another caller is making.
 
     submit, abort --> between steps, under the lock
     step          --> by one caller at a time, without the lock; its events go to the streams of their requests
-
-Knows requests and events; nothing of how tokens are made.
 """
 
 from __future__ import annotations
@@ -27,25 +25,25 @@ LOG = logging.getLogger("forerun")
 
 
 class Arrival(NamedTuple):
-    """An event, and when its step was read (time.perf_counter seconds)."""
+    """An event and the time when its step was read (perf_counter seconds)."""
 
     at: float
     event: Event
 
 
 class Stream:
-    """The events of some requests as they come. An iterator over what has come since the last time, until all have ended.
-    `close` aborts those that have not; so does losing the last reference to the stream."""
+    """The events of some requests. Each iteration gives the events since the last one, until all requests have ended. `close`
+    aborts requests that have not ended. So does dropping the last reference to the stream."""
 
     def __init__(self, owner: Owner) -> None:
-        """Without any request yet. live: the requests' sequences by their ids."""
+        """A stream without requests. live: sequences by request id."""
         self.live: dict[str, Live] = {}
         self._owner = owner
-        self._arrived: deque[Arrival] = deque()  # where the owner puts their events
+        self._arrived: deque[Arrival] = deque()  # the owner appends events here
         self._open: set[str] = set()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all of them or none; their events come here. Raises SettingError for one that can never run."""
+        """Queue requests, all or none. Their events come here. Raises SettingError if one can never run."""
         with self._owner.between_steps(), Uninterrupted():
             live = self._owner.queue(requests, self._arrived)
             self.live.update(live)
@@ -55,14 +53,14 @@ class Stream:
         return self
 
     def __next__(self) -> list[Arrival]:
-        """What has come, at least one event. Steps the engine if nothing has."""
+        """The events that have come, at least one. Steps the engine if there are none."""
         if not self._open:
             raise StopIteration
         self._owner.advance(self._arrived)
         return self.take()
 
     def take(self) -> list[Arrival]:
-        """What has come by now, without a step."""
+        """The events that have come, without a step."""
         taken = []
         while self._arrived:
             one = self._arrived.popleft()
@@ -72,7 +70,7 @@ class Stream:
         return taken
 
     def close(self) -> None:
-        """Abort what has not ended. Never waits: what is in the middle of a step ends after it."""
+        """Abort requests that have not ended. Never waits: if a step is being made, they end after it."""
         open_, self._open = self._open, set()
         if open_:
             self._owner.abandon(open_)
@@ -83,22 +81,22 @@ class Stream:
 
 class Owner:
     def __init__(self, engine: Engine) -> None:
-        """engine: to be used through this owner alone from now on."""
+        """engine: from now on only this owner may use it."""
         self.engine = engine
-        self._queues: dict[str, deque[Arrival]] = {}  # of the requests under way
+        self._queues: dict[str, deque[Arrival]] = {}  # by request id, of requests under way
         self._abandoned: deque[str] = deque()
         self._state = threading.Condition(threading.Lock())
-        self._stepping = False  # by some caller
-        self._waiting = 0  # callers that want something between two steps
+        self._stepping = False  # whether a caller is making a step
+        self._waiting = 0  # callers that wait for the time between two steps
 
     def submit(self, requests: Sequence[Request]) -> Stream:
-        """Queue requests, all of them or none. Raises SettingError for one that can never run here."""
+        """Queue requests, all or none. Raises SettingError if one can never run."""
         stream = Stream(self)
         stream.submit(requests)
         return stream
 
     def queue(self, requests: Sequence[Request], arrived: deque[Arrival]) -> dict[str, Live]:
-        """Queue requests whose events are to be put there; to be called between steps."""
+        """Queue requests, all or none, and append their events to `arrived`. To be called between steps."""
         live: dict[str, Live] = {}
         try:
             for request in requests:
@@ -111,7 +109,7 @@ class Owner:
         return live
 
     def abort(self, request_id: str) -> bool:
-        """End a request of any stream, with an event whose finish reason is "abort". False if there is none of that id."""
+        """End a request of any stream, with finish reason "abort". Return False if no request has that id."""
         with self.between_steps():
             arrived = self._queues.get(request_id)
             if arrived is None:
@@ -121,8 +119,8 @@ class Owner:
             return True
 
     def abandon(self, request_ids: set[str]) -> None:
-        """End requests for whose events nobody waits any more: at once, or after the step that is being made. May be called
-        from anywhere, also from the garbage collector in the middle of any of these methods."""
+        """End requests whose stream is closed: at once, or after the step that is being made. May be called at any time, even
+        by the garbage collector in the middle of any of these methods."""
         self._abandoned.extend(request_ids)
         if self._state.acquire(blocking=False):
             try:
@@ -132,7 +130,7 @@ class Owner:
                 self._state.release()
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """A copy of the engine's statistics."""
         with self.between_steps():
             return copy.deepcopy(self.engine.stats)
 
@@ -142,7 +140,7 @@ class Owner:
             self.advance()
 
     def advance(self, awaited: Collection[Arrival] = ()) -> None:
-        """Unless something has arrived in this queue, make a step, or wait for the one that another caller makes."""
+        """If this queue is empty, make a step, or wait until another caller has made one."""
         with self._state:
             while not awaited and (self._stepping or self._waiting):
                 self._state.wait()
@@ -154,7 +152,7 @@ class Owner:
             events: list[Event] = []
             try:
                 events = self.engine.step()
-            except Exception as error:  # one that the engine could not make out whose it is
+            except Exception as error:  # one that the engine did not handle
                 LOG.exception("the engine failed")
                 events = [
                     Event(name, (), "", (), "error", error=f"{type(error).__name__}: {error}") for name in self._queues
@@ -187,7 +185,7 @@ class Owner:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """With the engine to oneself. Steps wait for those who wait for this."""
+        """A context in which no step is made. Callers that wait for it go before the next step."""
         with self._state:
             self._waiting += 1
             try:

@@ -1,5 +1,5 @@
-"""The counts that describe drafting, for one request or summed over many. drafted = draft tokens that the target
-verified; accepted = draft tokens that were committed; steps = verify steps (one row in one step), drafted or not.
+"""Counts of drafting, for one request or summed over many. drafted: draft tokens that the target verified; accepted: draft
+tokens that were committed; steps: verify steps (one row in one step), drafted or not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class DraftStats:
     accepted_at: list[int] = field(default_factory=list)
 
     def count(self, drafted: int, accepted: int, rows: int = 1) -> None:
-        """One row of one step, or several that fared alike: drafted tokens verified, of which the first `accepted` were
+        """Count one row of one step, or several with the same numbers: `drafted` tokens verified, the first `accepted`
         committed."""
         self.steps += rows
         if drafted == 0:
@@ -37,7 +37,7 @@ class DraftStats:
             accepted_at[i] += rows
 
     def copy(self) -> DraftStats:
-        """The counts as they are now."""
+        """A copy of the counts."""
         return replace(self, drafted_at=list(self.drafted_at), accepted_at=list(self.accepted_at))
 
     def add(self, other: DraftStats) -> None:
@@ -57,17 +57,17 @@ class DraftStats:
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / steps: tokens of a verify step; None before the first."""
+        """1 + accepted / steps: tokens of a verify step; None without steps."""
         return 1 + self.accepted / self.steps if self.steps else None
 
     @property
     def joint(self) -> list[float]:
-        """For each position the share of all verify steps in which the draft was accepted up to there."""
+        """By position: the share of all verify steps whose draft was accepted up to and with it."""
         return [a / self.steps for a in self.accepted_at]
 
     @property
     def conditional(self) -> list[float | None]:
-        """For each position the share accepted of those drafted there whose predecessors were all accepted."""
+        """By position: the share accepted of the tokens drafted there whose predecessors were all accepted."""
         before = [self.drafted_at[0], *self.accepted_at] if self.drafted_at else []
         return [
             a / min(b, d) if min(b, d) else None for a, b, d in zip(self.accepted_at, before, self.drafted_at, strict=False)

@@ -1,4 +1,4 @@
-"""The text of one output as it grows, and the stop strings in it. Knows tokens only through a detokenizer."""
+"""The text of one output while tokens are added, and its stop strings. Tokens become text in a detokenizer."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Protocol
 
 class Detokenizer(Protocol):
     def push(self, ids: list[int]) -> str:
-        """The text that these ids complete; the bytes of an unfinished character are held back."""
+        """The text that these ids complete. The bytes of an unfinished character are held back."""
 
     def finish(self) -> str:
-        """What is still held back, as well as it can be shown."""
+        """The bytes that are held back, decoded as well as possible."""
 
     def mark(self, strings: Collection[str]) -> Sequence[tuple[int, str, str]]:
-        """The special tokens that these strings name: the id of each, its text, and the character that no text has and that
-        `push` gives for it from now on."""
+        """The special tokens that these strings name: id, text, and a character that stands for it. No text contains that
+        character, and `push` returns it for the token from now on."""
 
 
 class TextStream:
-    """Text comes out as soon as it cannot become part of a stop string any more. A stop string may name special tokens, which
-    are no part of the text: it is found where these tokens come, and where their names are spelled in ordinary ones. A special
-    token that some stop string names counts as a character when strings are looked for; other special tokens are not seen."""
+    """Text is given out as soon as it cannot become part of a stop string. A stop string may name special tokens, which are no
+    part of the text: it is found where these tokens come, and where ordinary tokens spell their names. In the search a special
+    token that a stop string names counts as one character. Other special tokens are ignored."""
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...], include_stop: bool) -> None:
-        """without: no stop string is looked for, and `pass_on` gives the text of any tokens at once."""
+        """without: there is no stop string, and `pass_on` gives the text of any number of tokens."""
         self._detokenizer, self._include = detokenizer, include_stop
         self.without, self.pass_on = not stop, detokenizer.push
         marks = detokenizer.mark(stop) if stop else ()
@@ -35,10 +35,10 @@ class TextStream:
         self._marked = frozenset(token for token, _, _ in marks)
         self._hidden = str.maketrans({character: None for _, _, character in marks})
         self._shown = str.maketrans({character: text for _, text, character in marks})
-        self._held = ""  # text not given out yet: it might be the beginning of a stop string
+        self._held = ""  # text that may be the beginning of a stop string
 
     def push(self, token: int, may_stop: bool) -> tuple[str, bool]:
-        """The text that one more token sets free, and whether a stop string ended it (checked only if may_stop)."""
+        """Add a token. Return the text given out, and whether a stop string ended it (checked only if may_stop)."""
         self._held += self._detokenizer.push([token])
         if self.without:
             return self._take(len(self._held)), False
@@ -51,8 +51,8 @@ class TextStream:
         return self._take(len(self._held) - self._open()), False
 
     def finish(self, stop: int | None = None) -> str:
-        """The rest, once no more tokens come (not to be called after a stop string). stop: the token that ended it, if one
-        did; it may complete a stop string, and has no text otherwise."""
+        """The rest of the text. Not to be called after a stop string. stop: the stop token that ended the output, if one did;
+        it may complete a stop string, and has no text otherwise."""
         text = ""
         if stop in self._marked and stop is not None:
             text, stopped = self.push(stop, True)
@@ -66,6 +66,6 @@ class TextStream:
         return text.translate(self._hidden) if self._marked else text
 
     def _open(self) -> int:
-        """How many of the last held characters are the beginning of some stop string."""
+        """How many of the last held characters are the beginning of a stop string."""
         longest = min(len(self._held), max(len(s) for s in self._stop) - 1)
         return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stop)), 0)
