@@ -1,6 +1,6 @@
-"""A target without weights: its keys are the token ids themselves, and what it says of the next token depends on every token
-that it finds in the pages. So a stale, missing or foreign entry of the KV cache changes its logits, and nothing is rounded: the
-same text gives the same logits in any batch.
+"""A target without weights. Its KV cache holds the token ids, and its logits depend on every token that it reads there. So a
+stale, missing or foreign entry of the cache changes the logits. Nothing is rounded: the same text gives the same logits in any
+batch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from forerun.kernels import Batch, reference
 from forerun.models.decoder import Forward
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-VOCAB = 24  # the last one is POISON
-POISON = 23  # a text that holds it has logits that are not finite
-STALE = -9.0  # what pages hold at first
+VOCAB = 24  # the last id is POISON
+POISON = 23  # a text with this id has logits that are not finite
+STALE = -9.0  # the first content of pages
 
 
 class Config:
@@ -25,7 +25,7 @@ class Config:
 
 
 class Ledger:
-    """Stands in for models.decoder.Target. salt: two models with different ones agree often, but not always."""
+    """Replaces models.decoder.Target. salt: models with different salts agree often, but not always."""
 
     def __init__(self, salt: int = 0, positions: int = 160) -> None:
         self.salt, self.max_positions, self.vocab = salt, positions, VOCAB
@@ -54,7 +54,7 @@ class Ledger:
         return Forward(torch.from_numpy(rows), ())
 
     def say(self, text: np.ndarray) -> np.ndarray:
-        """Logits behind a text [n], [VOCAB] float32: one token stands out, by the last two; all of the text moves them."""
+        """Logits [VOCAB] float32 after a text [n]. The last two tokens raise one logit; the whole text seeds noise on all."""
         if POISON in text:
             return np.full(VOCAB, np.nan if len(text) % 2 else np.inf, np.float32)
         key = (int(np.dot(text + 11, (np.arange(len(text)) * 7919 + 13) % 10007)) * 2654435761 + len(text)) % (1 << 32)
@@ -66,7 +66,7 @@ class Ledger:
 
 
 class Pages:
-    """Stands in for KVCache."""
+    """Replaces KVCache."""
 
     def __init__(self, pages: int, block_size: int) -> None:
         self.pages, self.block_size = pages, block_size

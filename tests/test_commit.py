@@ -1,4 +1,4 @@
-"""The two forms of a commit agree on random states: accepted drafts, stops, limits, broken logits, inactive rows."""
+"""Both forms of a commit agree on random states: accepted drafts, stops, limits, broken logits, inactive rows."""
 
 from __future__ import annotations
 

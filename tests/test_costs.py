@@ -1,4 +1,4 @@
-"""What steps cost: measured within a limit of time, kept in a file, and measured again where the file does not hold."""
+"""The cost of steps: measured within a time limit, kept in a file, and measured again if the file is not valid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tiny import tiny_model
 
 
 class Machine:
-    """A processor whose steps take so many seconds by their positions, by its own clock."""
+    """A processor with a clock of its own, whose steps take a given time by their positions."""
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.seconds, self.now = seconds, 0.0
@@ -80,7 +80,7 @@ def test_positions_stay_within_what_the_context_allows(most: int) -> None:
 def test_measuring_ends_in_time(each: float) -> None:
     machine = Machine(lambda n: each * (1 + n / 16))
     points = costs.measure(machine.run, 64, 0, machine.clock)
-    least = each * (1 + 1 / 16) + each * (1 + 8 / 16)  # what has to be known
+    least = each * (1 + 1 / 16) + each * (1 + 8 / 16)  # the steps that are always measured
     longest = each * (1 + 64 / 16)
     assert machine.now <= max(least, costs.LIMIT_S + longest)
     assert {1, 8} <= {point.positions for point in points}
@@ -109,12 +109,12 @@ def test_the_next_start_reads_the_file(target: Target, tmp_path: Path, caplog: p
     assert [path.suffix for path in kept(tmp_path)] == [".json"]  # nothing half written is left
 
 
-def test_what_is_measured_in_no_time_is_not_kept(target: Target, tmp_path: Path) -> None:
+def test_a_fast_measurement_is_not_kept(target: Target, tmp_path: Path) -> None:
     costs_of(target, Machine(lambda n: 1e-5 * n))
     assert not kept(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_harmless(
+def test_a_folder_that_cannot_be_written_is_logged_and_harmless(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "forerun")
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_harmless(
 
 
 def damaged(path: Path) -> dict[str, str]:
-    """Contents that are not what was written, or not for now."""
+    """Contents of a file that is damaged, old or for another engine."""
     good = json.loads(path.read_text())
 
     def with_(**changes: object) -> str:
@@ -150,7 +150,7 @@ def damaged(path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_a_broken_or_old_file_is_measured_again_and_mended(target: Target, tmp_path: Path) -> None:
+def test_a_broken_or_old_file_is_measured_again_and_replaced(target: Target, tmp_path: Path) -> None:
     points = costs_of(target, Machine(slow))
     (path,) = kept(tmp_path)
     for what, text in damaged(path).items():

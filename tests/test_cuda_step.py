@@ -1,4 +1,4 @@
-"""The launches around a decode step's forward pass against their torch twins: on the GPU where there is one, else under
+"""The kernels before and after a decode launch's forward pass against their torch twins, on a GPU if there is one, else under
 Triton's interpreter."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class State:
         return Cycle(None, None, self.slots, None, drafter, block=False)  # type: ignore[arg-type]
 
     def check(self, pool: Pool) -> None:
-        """What the kernels left is what the twin left, as far as it means anything."""
+        """The kernels' state equals the twin's, except for stale entries."""
         slots = self.slots
         assert torch.equal(pool.length, slots.length)
         assert torch.equal(pool.active, slots.active)
@@ -160,7 +160,7 @@ def test_padding_of_a_draft_may_be_any_token() -> None:
 
 
 def block(state: State, width: int) -> tuple[torch.Tensor, Draft, torch.Tensor]:
-    """Rows, their drafts (whatever the limit, which then has to cut), and choices that agree with them for a while."""
+    """Rows, drafts that may pass the limit, and target choices that agree with the first drafts."""
     slot = torch.tensor(ROWS, device=DEVICE)
     draft = Draft(state.slots.draft[slot, :width], state.slots.draft_size[slot].clamp(max=width))
     choice = state.random(0, 12, len(ROWS), width + 1)
@@ -244,7 +244,7 @@ def test_commit_and_draft(monkeypatch, look_up: LookUp, width: int, scan: int) -
 
 
 def committed(state: State, look_up: LookUp, slot: torch.Tensor, draft: Draft, choice: torch.Tensor) -> torch.Tensor:
-    """What the twin reports that commits and drafts."""
+    """The report of the twin after commit and draft."""
     twin = state.twin(look_up)
     counts = twin._commit(slot, draft, choice, None)
     twin.draft(slot, None, Features())
@@ -253,7 +253,7 @@ def committed(state: State, look_up: LookUp, slot: torch.Tensor, draft: Draft, c
 
 
 def look(text: list[int], look_up: LookUp, width: int) -> list[int]:
-    """What is drafted behind a text, by the kernel, which the twin confirms."""
+    """The kernel's draft after a text. The twin confirms it."""
     state = State(seed=0, slots=3, width=width, context=max(CONTEXT, len(text) + 8))
     state.slots.set(0, text[:-1])
     state.slots.stop_ids[:], state.slots.active[0], state.slots.limit[0] = -1, True, len(text) + 1
@@ -296,7 +296,7 @@ def test_look_up_in_a_text_of_several_scans() -> None:
 
 
 def test_one_graph_serves_all_filters(tmp_path) -> None:
-    """Whatever a row has of them or has not, and with drafts that have probabilities as well."""
+    """One graph serves rows with and without filters, also with drafts that have probabilities."""
     target = Target.load(tiny_model(tmp_path / "tiny"), DTYPE, DEVICE, kernels=CudaKernels(DEVICE))
     slots = RowState(4, 30, 4, torch.device(DEVICE))
     sampling, kv = SamplingState(slots.tokens, slots.length, target.vocab), target.kv_cache(9, 8)
@@ -311,8 +311,8 @@ def test_one_graph_serves_all_filters(tmp_path) -> None:
 
 
 def test_prompts_of_the_fused_cycle(tmp_path) -> None:
-    """A padded launch of it against the twin's without padding: a prompt that is through and drafts, one that is not, one that
-    goes on from its pages and stops at once, and padding rows."""
+    """A padded launch against the twin's without padding: a prompt that ends and drafts, one that does not end, one that goes
+    on from its pages and stops at once, and padding rows."""
     folder = tiny_model(tmp_path / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, layers=2)
     target = Target.load(folder, DTYPE, DEVICE, kernels=CudaKernels(DEVICE))
     rows = [(1, 0, 12, 1), (0, 8, 5, 1), (2, 0, 7, 0)]
@@ -367,7 +367,7 @@ check(step.commit_kernel, 8, **rows, GIVEN=False, FIND=True, MAX_N=12, **find)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile them")
-def test_the_launches_compile_for_hopper() -> None:
+def test_the_kernels_compile_for_hopper() -> None:
     """The interpreter takes what the compiler refuses, such as a name of one type before a branch and another in it."""
     bare = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=bare, capture_output=True, text=True)

@@ -1,6 +1,6 @@
-"""The engine's steps of fixed shape on tiny random models, end to end, on the GPU where there is one (captured in bfloat16,
-operation by operation in float32) and on the CPU, where the same steps run uncaptured: no host synchronisation, and answers
-that equal those of plain decoding.
+"""The padded layout on tiny random models, end to end: on a GPU if there is one (captured in bfloat16, operation by operation
+in float32), and on the CPU, where the same launches run uncaptured. No step waits for the device, and answers equal those of
+plain decoding.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ POINT_MASSES = ("ngram", "prediction", "suffix", "draft_model")
 
 
 class NoText:
-    """A detokenizer for ids that mean nothing."""
+    """A detokenizer for ids without text."""
 
     def push(self, ids: list[int]) -> str:
         return ""
@@ -97,10 +97,10 @@ def engine(
     given = {"max_num_seqs": ROWS, "kv_cache_tokens": 4096, "max_model_len": 400} | settings
     config = EngineConfig(speculation=speculation, **given)
 
-    def make(slots: RowState, mirror: RowState, sampling: SamplingState, kv: KVCache, fixed: bool) -> Drafter | None:
+    def make(slots: RowState, mirror: RowState, sampling: SamplingState, kv: KVCache, padded: bool) -> Drafter | None:
         if speculation is None:
             return None
-        around = DrafterContext(slots, mirror, sampling, kv, config, fixed, target.vocab, model)
+        around = DrafterContext(slots, mirror, sampling, kv, config, padded, target.vocab, model)
         return TABLE[speculation.method](speculation, around)
 
     return Engine(target, config, make, NoText, padded)
@@ -112,7 +112,7 @@ def request(name: int, prompt: Sequence[int], stops: tuple[int, ...] = (), **par
 
 
 def prompts(count: int, seed: int = 0, below: int = 500) -> list[list[int]]:
-    """Some repeat themselves, so that a look-up finds something."""
+    """Prompts, of which some repeat themselves, so that a look-up finds drafts."""
     rng = random.Random(seed)
     return [[rng.randrange(below) for _ in range(rng.randint(3, 12))] * (1 + i % 3) for i in range(count)]
 
@@ -125,7 +125,7 @@ class Answer:
 
 
 def run(it: Engine, requests: Sequence[Request], between: Callable[[int], None] = lambda step: None) -> dict[str, Answer]:
-    """All answers; `between` is called with the number of steps made."""
+    """Serve all requests. between: called after each step, with the number of steps."""
     answers = {r.id: Answer() for r in requests}
     for one in requests:
         it.add(one)
@@ -250,7 +250,7 @@ def test_a_drafter_on_the_host_costs_one_wait_a_step_that_drafts(models: Models,
 @DTYPES
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "none"])
 def test_greedy_answers_are_those_of_plain_decoding(models: Models, method: str, dtype: torch.dtype, device: str) -> None:
-    """More requests than rows, so that slots are given on. A drafter of its own weights is never right; the target is."""
+    """More requests than slots, so slots are reused. A drafter with its own weights is never right; the target always is."""
     target = models.load("target", dtype, device)
     requests = [request(i, p, logprobs=2) for i, p in enumerate(prompts(6))]
     plain = run(engine(target), requests)
@@ -282,7 +282,7 @@ def test_a_wrong_answer_does_not_agree(models: Models, device: str) -> None:
 @DEVICES
 @pytest.mark.parametrize("method", POINT_MASSES)
 def test_point_masses_leave_seeded_samples_alone(models: Models, method: str, device: str) -> None:
-    """With every parameter in one batch, the CPU's ragged steps as the twin: noise, filters and penalties agree too."""
+    """All parameters are in one batch, and the CPU's exact layout is the twin. Noise, filters and penalties agree too."""
     target = models.load("target", torch.float32, device)
     shaped = {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "logit_bias": {5: 3.0}, "min_tokens": 4}
     repeats = {"temperature": 0.8, "logit_bias": {9: 12.0}}  # so that a look-up is right
@@ -349,7 +349,7 @@ def test_drawn_drafts_keep_the_targets_distribution(models: Models, rule: str, d
 def reference(
     models: Models, requests: Sequence[Request], dtype: torch.dtype, device: str, vocab: int = 500
 ) -> dict[str, Answer]:
-    """Plain decoding with room for all: by the CPU's ragged steps in float32, else by the device itself."""
+    """Plain decoding with enough pages: on the CPU's exact layout in float32, else on the device itself."""
     target = models.fresh("target", dtype, "cpu" if dtype == torch.float32 else device)
     target.keep_vocabulary(vocab)
     noted = [replace(r, params=replace(r.params, logprobs=2)) for r in requests]
@@ -376,8 +376,8 @@ def test_preempted_requests_lose_nothing(models: Models, method: str, dtype: tor
 @DEVICES
 @DTYPES
 @UNDISTURBED
-def test_aborts_disturb_nobody(models: Models, method: str, dtype: torch.dtype, device: str) -> None:
-    """One request is ended while its prompt is computed, one in the middle of its answer; others take their slots."""
+def test_aborts_leave_other_requests_alone(models: Models, method: str, dtype: torch.dtype, device: str) -> None:
+    """One request is aborted while its prompt is computed, another in the middle of its answer. Others reuse their slots."""
     requests = [request(i, p) for i, p in enumerate(prompts(7, 2))]
     plain = reference(models, requests, dtype, device)
     it = engine(models.load("target", dtype, device), METHODS[method], models.load("drafter", dtype, device))
@@ -400,7 +400,7 @@ def test_aborts_disturb_nobody(models: Models, method: str, dtype: torch.dtype, 
 @DTYPES
 @UNDISTURBED
 def test_cached_pages_are_as_good_as_computed_ones(models: Models, method: str, dtype: torch.dtype, device: str) -> None:
-    """A prompt again, with its answer behind it, and with another end: the beginning is taken from the cache."""
+    """The same prompt comes again, with its answer appended, and with another end. Its prefix is taken from the cache."""
     prompt = prompts(1, 9)[0] * 6
     first = [request(0, prompt)]
     plain = reference(models, first, dtype, device)

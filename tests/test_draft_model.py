@@ -36,37 +36,37 @@ def with_drafter(
     target = Target.load(folders[0], "float32")
     method = "probabilistic" if sampled else "greedy"
 
-    def make(slots, mirror, sampling, kv, fixed):  # type: ignore[no-untyped-def]
+    def make(slots, mirror, sampling, kv, padded):  # type: ignore[no-untyped-def]
         own = drafter.kv_cache(kv.pages, kv.block_size)
-        return DraftModel(drafter, own, slots, sampling, VOCAB, sampled, fixed, limit, 64)
+        return DraftModel(drafter, own, slots, sampling, VOCAB, sampled, padded, limit, 64)
 
     return engine(
         folders[0], target, make, speculation=Speculation("draft_model", k, model="x", draft_sample_method=method), **settings
     )
 
 
-FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
+LAYOUTS = pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
 
 
-@FIXED
-def test_the_target_as_its_own_drafter_is_always_right(folders: tuple[Path, Path], fixed: bool) -> None:
-    it = with_drafter(folders, Target.load(folders[0], "float32"), padded=fixed)
+@LAYOUTS
+def test_the_target_as_its_own_drafter_is_always_right(folders: tuple[Path, Path], padded: bool) -> None:
+    it = with_drafter(folders, Target.load(folders[0], "float32"), padded=padded)
     requests = [request(str(i), p, stop_ids=(), max_tokens=41) for i, p in enumerate(prompts(5))]
     run(it, requests)
     assert it.stats.drafts.acceptance_rate == 1.0 and it.stats.drafts.acceptance_length == 5.0
 
 
-@FIXED
+@LAYOUTS
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_any_drafter_gives_the_targets_greedy_tokens(
-    folders: tuple[Path, Path], sampled: bool, temperature: float, fixed: bool
+    folders: tuple[Path, Path], sampled: bool, temperature: float, padded: bool
 ) -> None:
     """Point masses also leave seeded sampling as it is; drafts with probabilities keep only its distribution."""
     drafter = Target.load(folders[1], "float32")
     requests = [request(str(i), p, temperature=temperature, seed=i) for i, p in enumerate(prompts(5))]
     plain = run(engine(folders[0], Target.load(folders[0], "float32")), requests)
-    small = {"kv_cache_tokens": 192, "block_size": 8, "padded": fixed}  # preemption too
+    small = {"kv_cache_tokens": 192, "block_size": 8, "padded": padded}  # preemption too
     answers = run(with_drafter(folders, drafter, sampled=sampled, **small), requests)
     if temperature == 0 or not sampled:
         assert {n: a.ids for n, a in answers.items()} == {n: a.ids for n, a in plain.items()}
@@ -75,7 +75,7 @@ def test_any_drafter_gives_the_targets_greedy_tokens(
 
 
 def test_incremental_drafts_equal_drafts_from_scratch(folders: tuple[Path, Path]) -> None:
-    """After 0 .. k accepted tokens alike: no key or value is stale, approximate or missing."""
+    """No key or value is stale, approximate or missing after 0 .. k accepted tokens."""
     drafter = Target.load(folders[1], "float32")
     it = with_drafter(folders, drafter)
     assert isinstance(it.drafter, DraftModel)
@@ -110,8 +110,8 @@ def test_incremental_drafts_equal_drafts_from_scratch(folders: tuple[Path, Path]
     assert accepted >= {0, 1, 2, 3, 4}
 
 
-@FIXED
-def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path], fixed: bool) -> None:
+@LAYOUTS
+def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path], padded: bool) -> None:
     """The second and third token, drafted, against the target's exact marginals; a drafter's own tokens must fail."""
     drafter, target = Target.load(folders[1], "float32"), Target.load(folders[0], "float32")
     prompt, bias = (5, 6, 7), {i: -100.0 for i in range(VOCAB) if i >= 12}
@@ -123,7 +123,7 @@ def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path]
 
     plain = seen(engine(folders[0], target, max_num_seqs=32))
     for method in ("standard", "block"):
-        it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32, padded=fixed)
+        it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32, padded=padded)
         part = it._step.cycle
         if method == "block":
             part._accept = accept_block
@@ -134,7 +134,7 @@ def test_sampled_drafts_keep_the_targets_distribution(folders: tuple[Path, Path]
             table = table[:, table.sum(0) >= 10]
             assert stats.chi2_contingency(table).pvalue > 1e-3
 
-    it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32, padded=fixed)
+    it = with_drafter(folders, drafter, k=2, sampled=True, max_num_seqs=32, padded=padded)
 
     def take_all(target, draft, u_accept, u_redraw):  # type: ignore[no-untyped-def]
         bonus = target.argmax(-1)[:, -1:]

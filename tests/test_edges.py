@@ -1,4 +1,4 @@
-"""Requests fail alone, an engine has one owner, what ends early is counted right: on tiny random models and on the ledger."""
+"""A request fails alone, an engine has one owner, early ends are counted correctly: on tiny random models and the ledger."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_streams_refuse_at_once_what_cannot_run(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-def test_an_engine_that_cannot_recover_leaves_nobody_waiting() -> None:
+def test_an_engine_that_cannot_recover_ends_all_requests() -> None:
     it = Engine(Ledger(), EngineConfig(max_num_seqs=2), lambda *_: None, Letters, False)  # type: ignore[arg-type]
     owner = Owner(it)
     stream = owner.submit([request(str(i), [3, 4], 5) for i in range(5)])
@@ -157,12 +157,12 @@ def test_an_engine_that_cannot_recover_leaves_nobody_waiting() -> None:
 # A request fails alone
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
-def test_an_operation_that_always_fails_for_one_request_ends_that_one(fixed: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Thrown when a certain prompt token is among those of a forward pass, so it is not known whose fault it is."""
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+def test_an_operation_that_always_fails_for_one_request_ends_that_one(padded: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A forward pass with a certain prompt token raises, so the engine does not know which request is at fault."""
     caplog.set_level(logging.CRITICAL, logger="forerun")
     model = Ledger()
-    it = Engine(model, EngineConfig(max_num_seqs=4, speculation=NGRAM), ngram, Letters, fixed)  # type: ignore[arg-type]
+    it = Engine(model, EngineConfig(max_num_seqs=4, speculation=NGRAM), ngram, Letters, padded)  # type: ignore[arg-type]
     requests = [request(str(i), [3 + i, 4, 5, 3 + i, 4], 14) for i in range(6)]
     want = {name: ids(events) for name, events in run(it, *requests).items()}
     real = model.forward
@@ -180,27 +180,27 @@ def test_an_operation_that_always_fails_for_one_request_ends_that_one(fixed: boo
     assert it.scheduler.pages.free == it.scheduler.pages.count
 
 
-def ngram(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
-    return (DeviceNgram if fixed else Ngram)(slots, NGRAM, 24)
+def ngram(slots: Any, mirror: Any, sampling: Any, kv: Any, padded: bool) -> Any:
+    return (DeviceNgram if padded else Ngram)(slots, NGRAM, 24)
 
 
 def test_an_interrupt_at_any_line_of_a_step_leaves_the_engine_whole() -> None:
-    """KeyboardInterrupt is thrown at one line of the engine's files after the other, while requests are admitted, stepped,
-    preempted and released; then all answers are what they are without. FORERUN_EVERY_LINE: at every one of them."""
+    """KeyboardInterrupt is thrown at many lines of the engine's files, one a run, while requests are admitted, stepped,
+    preempted and released. The answers stay the same. FORERUN_EVERY_LINE: it is thrown at every line."""
     config = EngineConfig(max_model_len=64, max_num_seqs=3, kv_cache_tokens=64, block_size=8, speculation=NGRAM)
     requests = [request(str(i), [3 + i, 4, 5, 3 + i, 4], 16, logprobs=0) for i in range(4)]
 
-    def lived(fixed: bool, at: int) -> tuple[dict[str, list[int]], set[str], bool]:
-        it = Engine(Ledger(), config, ngram, Letters, fixed)  # type: ignore[arg-type]
+    def lived(padded: bool, at: int) -> tuple[dict[str, list[int]], set[str], bool]:
+        it = Engine(Ledger(), config, ngram, Letters, padded)  # type: ignore[arg-type]
         for one in requests:
             it.add(one)
         left, thrown = at, False
 
         def trace(frame: FrameType, event: str, _: object) -> Any:
             nonlocal left, thrown
-            # `step` itself hands over events, during which an interrupt from the keyboard waits
-            beside = ("step", "_recover", "_guard", "restart")
-            if "/forerun/engine/" not in frame.f_code.co_filename or frame.f_code.co_name in beside:
+            # `step` itself returns events; a keyboard interrupt is held back meanwhile
+            excluded = ("step", "_recover", "_guard", "restart")
+            if "/forerun/engine/" not in frame.f_code.co_filename or frame.f_code.co_name in excluded:
                 return trace
             if event == "line" and "interrupts" not in frame.f_code.co_filename:
                 left -= 1
@@ -227,11 +227,11 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_the_engine_whole() -> None:
         assert it.scheduler.pages.free == it.scheduler.pages.count and len(it.scheduler._slots) == 3
         return answers, failed, thrown
 
-    for fixed in (False, True):
-        want, _, _ = lived(fixed, -1)
+    for padded in (False, True):
+        want, _, _ = lived(padded, -1)
         at, thrown = 1, True
         while thrown:
-            answers, failed, thrown = lived(fixed, at)
+            answers, failed, thrown = lived(padded, at)
             assert len(failed) <= 1
             for name, tokens in answers.items():
                 assert tokens == want[name] or (name in failed and tokens == want[name][: len(tokens)]), (at, name)
@@ -243,9 +243,9 @@ BAD = 7  # a token whose embedding is broken
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("kernels", ["reference", "compiled"])
-@pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
-def test_broken_logits_end_their_request_and_no_other(folder: Path, value: float, kernels: str, fixed: bool) -> None:
-    """A checkpoint with one broken embedding: prompts with that token fail, and what they leave in pages harms nobody."""
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+def test_broken_logits_end_their_request_and_no_other(folder: Path, value: float, kernels: str, padded: bool) -> None:
+    """A checkpoint has one broken embedding. Prompts with that token fail, and their pages harm no other request."""
     made = reference if kernels == "reference" else cpu.kernels(torch.bfloat16)
     dtype = torch.float32 if kernels == "reference" else torch.bfloat16
     good = Target.load(folder, dtype, kernels=made)  # type: ignore[arg-type]
@@ -265,18 +265,18 @@ def test_broken_logits_end_their_request_and_no_other(folder: Path, value: float
     ]
     tokenizer = Tokenizer(folder)
 
-    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
-        return (DeviceNgram if fixed else Ngram)(slots, NGRAM, tokenizer.size)
+    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, padded: bool) -> Any:
+        return (DeviceNgram if padded else Ngram)(slots, NGRAM, tokenizer.size)
 
     def engine(target: Target) -> Engine:
         from forerun.models.tokenizer import Detokenizer
 
-        return Engine(target, config, make, lambda: Detokenizer(tokenizer), fixed)
+        return Engine(target, config, make, lambda: Detokenizer(tokenizer), padded)
 
     want = run(engine(good), *requests)
     it = engine(bad)
     mixed = [one for pair in zip(broken, requests[::2], requests[1::2], strict=True) for one in pair]
-    for _ in range(2):  # the second time on pages that hold what the broken ones left
+    for _ in range(2):  # the second time on pages that broken requests have used
         got = run(it, *mixed)
         for one in broken:
             last = got[one.id][-1]
@@ -291,8 +291,8 @@ def test_broken_logits_end_their_request_and_no_other(folder: Path, value: float
 # Counts and pages
 
 
-def test_an_accepted_stop_is_counted_alike_on_both_kinds_of_step() -> None:
-    """Drafts that hold stop ids, which are accepted."""
+def test_an_accepted_stop_is_counted_alike_on_both_layouts() -> None:
+    """Drafts hold stop ids, which are accepted."""
     model, prompt = Ledger(), [3, 4, 5]
     want = ids(run(Engine(model, EngineConfig(), lambda *_: None, Letters, False), request("a", prompt, 30))["a"])  # type: ignore[arg-type]
     for at in range(2, 20):
@@ -300,9 +300,9 @@ def test_an_accepted_stop_is_counted_alike_on_both_kinds_of_step() -> None:
         if stop in want[:at]:
             continue
         seen = []
-        for fixed in (False, True):
+        for padded in (False, True):
             it = Engine(
-                model, EngineConfig(speculation=Speculation("ngram", 4)), Right(want, len(prompt)), Letters, fixed  # type: ignore[arg-type]
+                model, EngineConfig(speculation=Speculation("ngram", 4)), Right(want, len(prompt)), Letters, padded  # type: ignore[arg-type]
             )
             sequence = it.add(request("a", prompt, 30, (stop,)))
             while it.has_work:
@@ -311,7 +311,7 @@ def test_an_accepted_stop_is_counted_alike_on_both_kinds_of_step() -> None:
             seen.append(it.stats.drafts)
             assert sequence.stats == it.stats.drafts
         assert seen[0] == seen[1]
-        drafts, without_bonus = seen[0], (at - 1) % 5 < 4  # blocks of 4 drafts and a bonus token, behind the first token
+        drafts, without_bonus = seen[0], (at - 1) % 5 < 4  # blocks of 4 drafts and a bonus token, after the first token
         assert drafts.accepted + drafts.steps == at + without_bonus
 
 
@@ -327,28 +327,28 @@ class Right:
         return Scripted(slots, {"a": self.answer}, lambda: 99)
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
-def test_without_adaptive_drafts_nothing_is_left_out(fixed: bool) -> None:
-    """Every step but the last ones of an answer verifies what its drafter found, however bad its drafts were before."""
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+def test_without_adaptive_drafts_all_drafts_are_verified(padded: bool) -> None:
+    """Each step verifies the drafter's whole draft, even if all earlier drafts were wrong, except at the end of an answer."""
     model, prompt = Ledger(), [3, 4, 5]
     want = ids(run(Engine(model, EngineConfig(), lambda *_: None, Letters, False), request("a", prompt, 40))["a"])  # type: ignore[arg-type]
     wrong = [(token + 1) % 20 + 3 for token in want]
     config = EngineConfig(adaptive_drafts=False, speculation=Speculation("ngram", 4))
-    it = Engine(model, config, Right(wrong, 3), Letters, fixed)  # type: ignore[arg-type]
+    it = Engine(model, config, Right(wrong, 3), Letters, padded)  # type: ignore[arg-type]
     requests = [request("a", prompt, 40), request("b", [9], 40)]  # nothing is known of the second one
     run(it, *requests)
     drafts = it.stats.drafts
     assert drafts.accepted == 0 and drafts.drafted_at[0] == 38 and drafts.drafting_steps == 38, drafts
 
 
-def test_the_widths_of_fixed_steps_leave_nothing_out_either() -> None:
-    """Whatever steps cost, and whatever became of earlier drafts."""
+def test_without_adaptive_drafts_the_padded_layout_takes_the_widest_offer() -> None:
+    """For any cost of steps and any result of earlier drafts."""
     plan = Policy(Speculation("ngram", 8), adaptive=False)
     row = AcceptanceHistory()
     row.at_hand, row.rate = 0, 0.001
 
     def chosen(widths: list[int], most: list[int], seconds: list[float]) -> tuple[int, list[int]]:
-        """The widest shape that is offered is as wide as the widest draft; a shared one comes behind it."""
+        """The widest offer is as wide as the widest draft. Shared offers come after it."""
         offers = Offers([*widths, widths[-1]], [*[-1] * len(widths), 3], [*seconds, 1.0])
         choice = plan.choose(offers, Policy.survival([row] * len(most), most), most)
         return offers.width[choice.offer] if offers.drafts[choice.offer] < 0 else -1, choice.drafts
@@ -358,14 +358,14 @@ def test_the_widths_of_fixed_steps_leave_nothing_out_either() -> None:
     assert chosen([0], [0], [1.0]) == (0, [0])
 
 
-def test_a_drafter_with_a_shorter_context_is_refused_on_fixed_steps() -> None:
-    """By a single position; a drafter whose context is long enough is taken."""
+def test_a_drafter_with_a_shorter_context_is_refused_on_the_padded_layout() -> None:
+    """A context that is one position too short is refused. One that is long enough is accepted."""
     for context, refused in ((96, False), (95, True), (40, True)):
         settings = {"method": "draft_model", "model": "x", "num_speculative_tokens": 3, "max_model_len": context}
         config = EngineConfig(max_model_len=96, kv_cache_tokens=256, speculation=Speculation.parse(settings))
 
-        def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool, config: EngineConfig = config) -> Any:
-            around = DrafterContext(slots, mirror, sampling, kv, config, fixed, 24, Ledger(1))  # type: ignore[arg-type]
+        def make(slots: Any, mirror: Any, sampling: Any, kv: Any, padded: bool, config: EngineConfig = config) -> Any:
+            around = DrafterContext(slots, mirror, sampling, kv, config, padded, 24, Ledger(1))  # type: ignore[arg-type]
             assert config.speculation is not None
             return TABLE["draft_model"](config.speculation, around)
 
@@ -376,10 +376,10 @@ def test_a_drafter_with_a_shorter_context_is_refused_on_fixed_steps() -> None:
             Engine(Ledger(), config, make, Letters, True)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
-def test_a_drafter_finds_true_keys_and_values_on_cached_pages(fixed: bool) -> None:
-    """The target as its own drafter, so that every draft is right; answers that end in fully accepted drafts on the edges of
-    pages. The next turn is drafted as well as the first."""
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+def test_cached_pages_hold_the_drafters_keys_and_values(padded: bool) -> None:
+    """The target is its own drafter, so every draft is right. Answers end with fully accepted drafts at page boundaries. The
+    drafts of the next turn are as good as those of the first."""
     drafter = Ledger()
     settings = {"method": "draft_model", "model": "x", "num_speculative_tokens": 4}
     config = EngineConfig(
@@ -387,15 +387,15 @@ def test_a_drafter_finds_true_keys_and_values_on_cached_pages(fixed: bool) -> No
         speculation=Speculation.parse(settings),
     )  # fmt: skip
 
-    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
-        around = DrafterContext(slots, mirror, sampling, kv, config, fixed, 24, drafter)  # type: ignore[arg-type]
+    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, padded: bool) -> Any:
+        around = DrafterContext(slots, mirror, sampling, kv, config, padded, 24, drafter)  # type: ignore[arg-type]
         assert config.speculation is not None
         return TABLE["draft_model"](config.speculation, around)
 
     hits = 0
     for prompt in range(3, 12):
         for tokens in range(5, 14):
-            it = Engine(Ledger(), config, make, Letters, fixed)  # type: ignore[arg-type]
+            it = Engine(Ledger(), config, make, Letters, padded)  # type: ignore[arg-type]
             first = list(range(3, 3 + prompt))
             answer = ids(run(it, request("a", first, tokens))["a"])
             before = it.stats.cached_tokens
@@ -407,7 +407,7 @@ def test_a_drafter_finds_true_keys_and_values_on_cached_pages(fixed: bool) -> No
 
 
 class Unsound(Ledger):
-    """A drafter whose logits are often not finite."""
+    """A drafter with many logits that are not finite."""
 
     def say(self, text: Any) -> Any:
         logits = super().say(text)
@@ -417,19 +417,19 @@ class Unsound(Ledger):
 
 
 @pytest.mark.parametrize("sampled", ["greedy", "probabilistic"])
-@pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
-def test_broken_logits_of_a_drafter_cost_time_and_nothing_else(fixed: bool, sampled: str) -> None:
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+def test_broken_logits_of_a_drafter_cost_time_and_nothing_else(padded: bool, sampled: str) -> None:
     settings = {"method": "draft_model", "model": "x", "num_speculative_tokens": 3, "draft_sample_method": sampled}
     config = EngineConfig(max_model_len=96, max_num_seqs=3, kv_cache_tokens=400, speculation=Speculation.parse(settings))
 
-    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Any:
-        around = DrafterContext(slots, mirror, sampling, kv, config, fixed, 24, Unsound(0))  # type: ignore[arg-type]
+    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, padded: bool) -> Any:
+        around = DrafterContext(slots, mirror, sampling, kv, config, padded, 24, Unsound(0))  # type: ignore[arg-type]
         assert config.speculation is not None
         return TABLE["draft_model"](config.speculation, around)
 
     requests = [request(str(i), [3 + i, 9, 4], 20) for i in range(4)]
     want = run(Engine(Ledger(), EngineConfig(), lambda *_: None, Letters, False), *requests)  # type: ignore[arg-type]
-    it = Engine(Ledger(), config, make, Letters, fixed)  # type: ignore[arg-type]
+    it = Engine(Ledger(), config, make, Letters, padded)  # type: ignore[arg-type]
     got = run(it, *requests, request("drawn", [4, 4], 20, temperature=1.0, seed=1))
     for one in requests:
         assert ids(got[one.id]) == ids(want[one.id]) and got[one.id][-1].finish_reason == "length"

@@ -1,4 +1,4 @@
-"""The engine on tiny random models: speculation changes nothing but the number of steps, whatever is asked of it."""
+"""The engine on tiny random models: speculation changes the number of steps and nothing else, for requests of any kind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def target(folder: Path) -> Target:
 
 
 class Scripted(Stateless):
-    """Knows each request's answer; of every draft the first `good` tokens are right and the next one is wrong."""
+    """Drafts each request's known answer. Of a draft the first `good` tokens are right, and the next one is wrong."""
 
     def __init__(
         self, slots: RowState, answers: dict[str, Sequence[int]], good: Callable[[], int], device: bool = True
@@ -51,7 +51,7 @@ class Scripted(Stateless):
         tokens, sizes = torch.zeros(len(rows.slot), rows.width, dtype=torch.int64), []
         for i, (slot, k) in enumerate(zip(rows.slot.tolist(), rows.k.tolist(), strict=True)):
             request = self.of.get(slot)
-            if request is None or k == 0:  # padding, or a row that has ended
+            if request is None or k == 0:  # a padding row, or one that has ended
                 sizes.append(0)
                 continue
             done = int(self.slots.length[slot]) - len(request.prompt_ids)
@@ -83,11 +83,11 @@ class Answer:
         self.reason: str | None = None
 
 
-FIXED = pytest.mark.parametrize("fixed", [False, True, "hosted"], ids=["ragged", "fixed", "hosted"])
+LAYOUTS = pytest.mark.parametrize("padded", [False, True, "hosted"], ids=["exact", "padded", "hosted"])
 
 
 def run(it: Engine, requests: Sequence[Request], join_at: Sequence[int] | None = None) -> dict[str, Answer]:
-    """All answers; join_at: the step at which each request comes in."""
+    """Serve all requests. join_at: the step at which each one is added."""
     answers = {r.id: Answer() for r in requests}
     waiting = sorted(zip(join_at or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
     step = 0
@@ -137,16 +137,16 @@ PARAMS = {
 }  # fmt: skip
 
 
-@FIXED
+@LAYOUTS
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("k", [1, 2, 8, 48])
-def test_every_parameter_gives_the_plain_tokens(folder: Path, target: Target, name: str, k: int, fixed: bool) -> None:
-    """Drafts accepted 0, 1, some and k at a time: the tokens, text and logprobs of plain decoding."""
+def test_every_parameter_gives_the_plain_tokens(folder: Path, target: Target, name: str, k: int, padded: bool) -> None:
+    """Steps accept 0, 1, some and k drafts. Tokens, text and logprobs are those of plain decoding."""
     requests = [request(str(i), p, logprobs=2, **PARAMS[name]) for i, p in enumerate(prompts(3))]
     plain = run(engine(folder, target), requests)
     rng = random.Random(k)
     for good in (lambda: 0, lambda: 1, lambda: k, lambda: rng.randint(0, k)):
-        it = speculative(folder, target, plain, k, good, padded=fixed)
+        it = speculative(folder, target, plain, k, good, padded=padded)
         for name_, answer in run(it, requests).items():
             expected = plain[name_]
             assert (answer.ids, answer.text, answer.reason) == (expected.ids, expected.text, expected.reason)
@@ -161,17 +161,17 @@ def test_right_drafts_save_steps(folder: Path, target: Target) -> None:
     answers = run(plain, requests)
     it = speculative(folder, target, answers, 4, lambda: 4)
     assert run(it, requests)["a"].ids == answers["a"].ids
-    assert plain.stats.steps == 36 and it.stats.steps == 1 + 7  # 35 tokens behind the prompt's, five a step
+    assert plain.stats.steps == 36 and it.stats.steps == 1 + 7  # after the prompt's token 35 more, five a step
     assert it.stats.drafts.acceptance_rate == 1.0 and it.stats.drafts.acceptance_length == 5.0
 
 
-@FIXED
-def test_the_engine_counts_what_its_requests_count(folder: Path, target: Target, fixed: bool) -> None:
-    """Drafts of all lengths, accepted 0 .. 4 at a time: the sum over the requests, position by position."""
+@LAYOUTS
+def test_the_engine_counts_what_its_requests_count(folder: Path, target: Target, padded: bool) -> None:
+    """Drafts of all lengths, of which 0 .. 4 are accepted: the engine's counts are the sums over the requests, by position."""
     requests = [request(str(i), p, max_tokens=20 + i, stop_ids=()) for i, p in enumerate(prompts(5, 4))]
     plain = run(engine(folder, target), requests)
     rng = random.Random(1)
-    it = speculative(folder, target, plain, 4, lambda: rng.randint(0, 4), padded=fixed)
+    it = speculative(folder, target, plain, 4, lambda: rng.randint(0, 4), padded=padded)
     sequences = [it.add(one) for one in requests]
     while it.has_work:
         it.step()
@@ -183,28 +183,28 @@ def test_the_engine_counts_what_its_requests_count(folder: Path, target: Target,
     assert whole.drafted_at[0] == whole.drafting_steps < whole.steps and whole.accepted == sum(whole.accepted_at) > 0
 
 
-@FIXED
+@LAYOUTS
 @pytest.mark.parametrize("max_tokens", range(1, 10))
-def test_the_budget_is_met_exactly(folder: Path, target: Target, max_tokens: int, fixed: bool) -> None:
-    """k = 4 and max_tokens 1 .. 2k+1: delivered == counted == max_tokens."""
+def test_the_budget_is_met_exactly(folder: Path, target: Target, max_tokens: int, padded: bool) -> None:
+    """k = 4 and max_tokens 1 .. 2k + 1: tokens delivered and tokens counted equal max_tokens."""
     requests = [request("a", [5, 6, 7], max_tokens=max_tokens, stop_ids=())]
     plain = run(engine(folder, target), requests)
-    it = speculative(folder, target, plain, 4, lambda: 4, padded=fixed)
+    it = speculative(folder, target, plain, 4, lambda: 4, padded=padded)
     answer = run(it, requests)["a"]
     assert len(answer.ids) == max_tokens == it.stats.output_tokens and answer.reason == "length"
     assert answer.ids == plain["a"].ids
 
 
-@FIXED
-def test_up_to_the_very_end_of_the_context(folder: Path, target: Target, fixed: bool) -> None:
+@LAYOUTS
+def test_up_to_the_very_end_of_the_context(folder: Path, target: Target, padded: bool) -> None:
     requests = [request("a", [5, 6, 7], max_tokens=61, stop_ids=())]
     plain = run(engine(folder, target, max_model_len=64), requests)
-    it = speculative(folder, target, plain, 8, lambda: 8, max_model_len=64, padded=fixed)
+    it = speculative(folder, target, plain, 8, lambda: 8, max_model_len=64, padded=padded)
     assert run(it, requests)["a"].ids == plain["a"].ids and len(plain["a"].ids) == 61
 
 
 class Dictated:
-    """A target whose next token is dictated: after a prompt of n tokens it says script[0], then script[1], ..."""
+    """A target with a script: after a prompt of n tokens it chooses script[0], then script[1], ..."""
 
     def __init__(self, target: Target, script: Sequence[int], prompt: int) -> None:
         self._target, self._script, self._prompt = target, script, prompt
@@ -224,11 +224,11 @@ class Dictated:
 def test_a_stop_ends_the_block_where_it_falls(
     folder: Path, target: Target, max_tokens: int, expected: list[int], reason: str
 ) -> None:
-    """The block [10, 11, STOP, 20, 21, 22], a row without drafts beside it."""
+    """The block is [10, 11, STOP, 20, 21, 22]. Another row has no drafts."""
     script = [9, 10, 11, 2, 20, 21, 22, 23]
     dictated = Dictated(target, script, 3)
     first = request("a", [5, 6, 7], max_tokens=max_tokens + 1, logprobs=0)
-    beside = request("b", [5, 6, 8], max_tokens=8, stop_ids=())
+    other = request("b", [5, 6, 8], max_tokens=8, stop_ids=())
     known = {"a": script, "b": []}
     released: list[list[int]] = []
 
@@ -239,18 +239,18 @@ def test_a_stop_ends_the_block_where_it_falls(
 
     it = engine(folder, dictated, lambda slots, *_: Noting(slots, known, lambda: 9), speculation=Speculation("ngram", 5))  # type: ignore[arg-type]
     start = it.scheduler.pages.free
-    answers = run(it, [first, beside])
+    answers = run(it, [first, other])
     assert answers["a"].ids == [9, *expected] and answers["a"].reason == reason
     assert len(answers["a"].logprobs) == len(answers["a"].ids)
     assert answers["b"].ids == script
-    assert released[0] == [5, 6, 7, 9, *expected]  # what the drafter may learn from
+    assert released[0] == [5, 6, 7, 9, *expected]  # the tokens that the drafter may learn from
     assert it.scheduler.pages.free == start
     assert it.stats.drafts.accepted == min(len(expected), max_tokens) - (reason == "length" and max_tokens == 2)
 
 
-@FIXED
+@LAYOUTS
 @pytest.mark.parametrize("k", [0, 3, 8])
-def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: int, fixed: bool) -> None:
+def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: int, padded: bool) -> None:
     tokenizer = Tokenizer(folder)
     text = "one two, three"
     script = [*tokenizer.encode(text + " four five six"), 2]
@@ -260,13 +260,13 @@ def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: i
         make = (
             (
                 lambda slots, mirror, *_: Scripted(
-                    mirror if fixed == "hosted" else slots, {"a": script}, lambda: 8, fixed != "hosted"
+                    mirror if padded == "hosted" else slots, {"a": script}, lambda: 8, padded != "hosted"
                 )
             )
             if k
             else (lambda *_: None)
         )
-        it = engine(folder, dictated, make, fixed, speculation=Speculation("ngram", k) if k else None)  # type: ignore[arg-type]
+        it = engine(folder, dictated, make, padded, speculation=Speculation("ngram", k) if k else None)  # type: ignore[arg-type]
         answer = run(it, [asked])["a"]
         whole = tokenizer.decode(script[:-1])
         at = whole.find(stop)
@@ -276,9 +276,9 @@ def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: i
             assert stop in tokenizer.decode(answer.ids) and stop not in tokenizer.decode(answer.ids[:-1])
 
 
-@FIXED
+@LAYOUTS
 @pytest.mark.parametrize("k", [0, 4])
-def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(folder: Path, target: Target, k: int, fixed: bool) -> None:
+def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(folder: Path, target: Target, k: int, padded: bool) -> None:
     rng = random.Random(k)
     shapes = list(PARAMS.values())
     requests = [
@@ -289,20 +289,20 @@ def test_mixed_requests_joining_and_leaving_equal_their_solo_runs(folder: Path, 
     for one in requests:
         solo |= run(engine(folder, target), [one])
     make = (
-        speculative(folder, target, solo, k, lambda: rng.randint(0, k), padded=fixed)
+        speculative(folder, target, solo, k, lambda: rng.randint(0, k), padded=padded)
         if k
-        else engine(folder, target, padded=fixed)
+        else engine(folder, target, padded=padded)
     )
     together = run(make, requests, [rng.randint(0, 25) for _ in requests])
     assert {n: a.ids for n, a in together.items()} == {n: a.ids for n, a in solo.items()}
 
 
-@FIXED
+@LAYOUTS
 @pytest.mark.parametrize("k", [0, 4])
-def test_preempted_and_resumed_requests_lose_nothing(folder: Path, target: Target, k: int, fixed: bool) -> None:
+def test_preempted_and_resumed_requests_lose_nothing(folder: Path, target: Target, k: int, padded: bool) -> None:
     requests = [request(str(i), p, max_tokens=40, stop_ids=()) for i, p in enumerate(prompts(6, 5))]
     plain = run(engine(folder, target), requests)
-    small = {"kv_cache_tokens": 160, "block_size": 8, "enable_prefix_caching": False, "padded": fixed}
+    small = {"kv_cache_tokens": 160, "block_size": 8, "enable_prefix_caching": False, "padded": padded}
     it = speculative(folder, target, plain, k, lambda: 3, **small) if k else engine(folder, target, **small)
     start = it.scheduler.pages.free
     answers = run(it, requests)
@@ -322,7 +322,7 @@ def test_a_shared_prompt_is_computed_once_and_gives_the_same(folder: Path, targe
 
 
 def test_a_rejected_draft_never_enters_the_prefix_cache(folder: Path, target: Target) -> None:
-    """Wrong drafts fill whole pages; a prompt that equals them must be computed."""
+    """Wrong drafts fill whole pages. A prompt that equals them must be computed."""
     asked = request("a", [5] * 8, max_tokens=30, stop_ids=())
     plain = run(engine(folder, target, block_size=8), [asked])
     wrong = {"a": [77] * 60}
@@ -333,10 +333,10 @@ def test_a_rejected_draft_never_enters_the_prefix_cache(folder: Path, target: Ta
     assert len(it.scheduler.pages.match([5] * 8 + [77] * 40).pages) == 1  # the prompt's page and no other
 
 
-@FIXED
+@LAYOUTS
 @pytest.mark.parametrize("when", range(5))
-def test_abort_anywhere_frees_everything(folder: Path, target: Target, when: int, fixed: bool) -> None:
-    it = engine(folder, target, max_num_batched_tokens=16, max_num_seqs=2, padded=fixed)
+def test_abort_anywhere_frees_everything(folder: Path, target: Target, when: int, padded: bool) -> None:
+    it = engine(folder, target, max_num_batched_tokens=16, max_num_seqs=2, padded=padded)
     start, slots = it.scheduler.pages.free, len(it.scheduler._slots)
     for i, p in enumerate(prompts(4, 2)):
         it.add(request(str(i), p * 3, stop_ids=()))
@@ -379,8 +379,8 @@ def test_an_id_in_use_is_refused(folder: Path, target: Target) -> None:
         it.add(request("a", [6]))
 
 
-@FIXED
-def test_greedy_rows_are_undisturbed_by_sampled_ones(folder: Path, target: Target, fixed: bool) -> None:
+@LAYOUTS
+def test_greedy_rows_are_undisturbed_by_sampled_ones(folder: Path, target: Target, padded: bool) -> None:
     """Temperatures 0, 1e-6, 1e-4 and .7 in one batch: the greedy rows equal their solo run, and nothing is NaN."""
     temperatures = [0.0, 1e-6, 1e-4, 0.7] * 2
     requests = [
@@ -390,7 +390,7 @@ def test_greedy_rows_are_undisturbed_by_sampled_ones(folder: Path, target: Targe
     solo = {}
     for one in requests:
         solo |= run(engine(folder, target), [one])
-    answers = run(speculative(folder, target, solo, 4, lambda: 2, padded=fixed), requests)
+    answers = run(speculative(folder, target, solo, 4, lambda: 2, padded=padded), requests)
     assert {n: a.ids for n, a in answers.items()} == {n: a.ids for n, a in solo.items()}
     greedy = run(engine(folder, target), [replace(r, params=replace(r.params, temperature=0.0)) for r in requests])
     nearly = [r.id for r in requests if r.params.temperature < 1e-3]

@@ -1,5 +1,5 @@
-"""An engine whose steps are captured, against the twin that runs them one operation after the other. Without a GPU the kernels
-run under Triton's interpreter, in float32, and a graph is the work done again into the same tensors."""
+"""An engine with captured launches, against its twin that runs them operation by operation. Without a GPU the kernels run under
+Triton's interpreter, in float32, and a graph is replaced by the same work into the same tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NGRAM = Speculation("ngram", 3, 1, 3)
 
 
 class Again:
-    """In place of a CUDA graph: does the work anew, and leaves what it reports where the first time left it."""
+    """Replaces a CUDA graph: it does the work again and copies the report into the tensors of the first run."""
 
     def __init__(self, work: Callable[[], Report], report: Report) -> None:
         self.work, self.report = work, report
@@ -51,7 +51,7 @@ class Again:
 
 
 def copied(report: Report) -> Report:
-    """As the transfer to the host copies it, which is none on a CPU."""
+    """A copy, as the transfer to the host makes one on a GPU."""
     noted = report.noted and tuple(part.clone() for part in report.noted)
     return Report(report.tokens.clone(), report.counts.clone(), noted)  # type: ignore[arg-type]
 
@@ -65,7 +65,7 @@ class Repeated(Graphs):
         return Again(work, report), report
 
     def _time(self, graph: object) -> float:  # type: ignore[override]
-        """The dummy slot is in the midst of an answer meanwhile, and writes to no page but the dummy page."""
+        """While it is timed, the dummy slot is in the middle of an answer, and writes only to the dummy page."""
         state, kv, dummy = self.cycle.state, self.cycle.kv, self.cycle.state.dummy
         assert state.active[dummy] and state.length[dummy] > kv.block_size
         assert not state.block_table[dummy, (state.length[dummy] - 2) // kv.block_size :].any()
@@ -79,7 +79,7 @@ class Repeated(Graphs):
 
 
 def target(captured: bool) -> Target:
-    """One layer, and so few tokens that what it says is soon found earlier in the text."""
+    """A target with one layer and so few tokens that its text soon repeats itself."""
     shape = ModelConfig(13, 32, 48, 1, 2, 1, 16, 64, 1e-5, Rope(1e4), tied=True)
     return Target.random(shape, torch.float32, "cpu", CudaKernels("cpu") if captured else reference, seed=3)
 
@@ -105,8 +105,8 @@ def request(name: str, prompt: list[int], tokens: int, **params: object) -> Requ
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_captured_steps_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Requests that come and go, more than there are slots: the same tokens, logprobs and drafts, step by step the same."""
+def test_captured_launches_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """More requests than slots join and leave. Tokens, logprobs and drafts are the same, step by step."""
     again = [5, 6, 7, 5, 6]
     requests = [request("a", again, 8), request("bb", [9, 8, 7], 3), request("ccc", again * 2, 5, logprobs=2)]
     if kind == "sampled":
@@ -136,7 +136,7 @@ def test_captured_steps_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch, k
 
 
 class Sharing(Repeated):
-    """Where steps in which the rows share their drafts look cheapest."""
+    """A runner for which launches with shared drafts look cheapest."""
 
     def cost(self, keys, context):  # type: ignore[no-untyped-def]
         return [1.0 if key.layout == SHARED or key.width == 0 else 9.0 for key in keys]
@@ -144,7 +144,7 @@ class Sharing(Repeated):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_rows_that_share_their_drafts(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
-    """Steps of six rows with drafts for some of them say what the host's ragged steps say without any."""
+    """Launches of six rows with shared drafts give the tokens of the exact layout without drafts."""
     again = [[i, 6, 7, i, 6] for i in range(6)]
     requests = [request("x" * (i + 1), ids, 6, temperature=0.6 * (i % 2), logprobs=i or None) for i, ids in enumerate(again)]
     monkeypatch.setattr(engines, "captures", lambda target: True)
@@ -180,8 +180,8 @@ def test_warming_up_captures_what_greedy_requests_need(monkeypatch: pytest.Monke
     assert captured_by(it) == before
 
 
-def test_captured_steps_with_drawn_drafts_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filters of the target are found without sorting there; one request fills its pages, so that another is preempted."""
+def test_captured_launches_with_drawn_drafts_are_those_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused cycle finds the target's filters without sorting. One request fills its pages, so another is preempted."""
     settings = {"method": "draft_model", "model": "x", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
     speculation = Speculation.parse(settings | {"rejection_sample_method": "block"})
     requests = [
@@ -195,7 +195,7 @@ def test_captured_steps_with_drawn_drafts_are_those_of_the_twin(monkeypatch: pyt
         monkeypatch.setattr(engines, "captures", lambda target, captured=captured: captured)
         monkeypatch.setattr(engines, "Graphs", Repeated)
 
-        def make(slots, mirror, sampling, kv, fixed, captured=captured):  # type: ignore[no-untyped-def]
+        def make(slots, mirror, sampling, kv, padded, captured=captured):  # type: ignore[no-untyped-def]
             model = target(captured)
             own = model.kv_cache(kv.pages, kv.block_size)
             return DraftModel(model, own, slots, sampling, 13, True, True, 24, 64)
@@ -208,9 +208,9 @@ def test_captured_steps_with_drawn_drafts_are_those_of_the_twin(monkeypatch: pyt
     assert seen[0] == seen[1]
 
 
-def test_rare_steps_are_captured_only_if_they_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once an engine is warm, requests with penalties, bans, filters and logprobs of any kind wait for few captures: of each
-    shape three kinds of sampling, and logprobs of two sizes."""
+def test_rare_launches_are_captured_only_if_they_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a warm engine requests with any penalties, bans, filters and logprobs cause few captures: for each shape three classes
+    of sampling features and two sizes of logprobs."""
     monkeypatch.setattr(engines, "captures", lambda target: True)
     monkeypatch.setattr(engines, "Graphs", Repeated)
     monkeypatch.setattr(runner, "UNCAPTURED", 2)

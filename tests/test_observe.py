@@ -1,7 +1,6 @@
-"""Drafters see the target: a synthetic drafter keeps every hidden state that it observes, and after each step all that it
-holds of every running sequence is compared with a forward pass over the sequence's tokens from scratch. On both layouts,
-operation by operation and in graphs; over parts of prompts, decode and verify steps with 0 .. k accepted tokens, prefix hits
-and preemption."""
+"""Drafters observe the target. A synthetic drafter keeps every hidden state that it observes. After each step all its states of
+running sequences are compared with a forward pass over the tokens from scratch. Both layouts run, operation by operation and in
+graphs, with prompt chunks, decode and verify steps with 0 .. k accepted tokens, prefix hits and preemption."""
 
 from __future__ import annotations
 
@@ -30,9 +29,8 @@ SHAPE: dict[str, Any] = {"hidden": 128, "heads": 2, "kv_heads": 1, "head_dim": 6
 
 
 class Witness(Stateless):
-    """Keeps of each observed position its hidden states, its number and the token behind it, under the target's page numbers.
-    Drafts the known answer, of which 0 .. k tokens are right, but only where the position before the last token was
-    observed."""
+    """Keeps the hidden states, the position and the next token of each observed position, under the target's page numbers. It
+    drafts the known answer, with 0 .. k right tokens, but only if the position before the last token was observed."""
 
     def __init__(self, state: RowState, kv: KVCache, layers: tuple[int, ...], hidden: int) -> None:
         self.needs = Needs(device=True, layers=layers, kv_bytes_per_token=1)
@@ -93,7 +91,7 @@ def from_scratch(target: Target, ids: list[int], layers: tuple[int, ...]) -> Ten
 
 
 def missing(it: Engine, witness: Witness, sequence: Sequence, target: Target, tolerance: float) -> int:
-    """How many positions of a running sequence the witness does not hold as they are."""
+    """Positions of a running sequence for which the witness has no entry or a wrong one."""
     slot = sequence.slot
     length = int(it.state.length[slot]) if sequence.decodes else sequence.settled + 1
     ids = it.state.tokens[slot, : length + 1].tolist()
@@ -110,7 +108,7 @@ def missing(it: Engine, witness: Witness, sequence: Sequence, target: Target, to
 
 
 def lived(target: Target, padded: bool, tolerance: float, seen: set[str]) -> tuple[int, dict[str, list[int]]]:
-    """Chats of several turns on small pages: positions that were missing or wrong, over all steps; and the answers."""
+    """Serve chats of several turns on small pages. Return the missing or wrong positions over all steps, and the answers."""
     layers = (0, 1, target.config.layers)
     config = EngineConfig(
         max_model_len=120, max_num_seqs=3, kv_cache_tokens=128, block_size=8, max_num_batched_tokens=20, adaptive_drafts=False,
@@ -165,7 +163,7 @@ CASES = {"preempted", "cached", "answer", *(f"{n} of {K}" for n in range(K + 1))
 
 @DEVICES
 @pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
-def test_every_committed_position_is_observed_as_it_is(tmp_path: Path, padded: bool, device: str) -> None:
+def test_every_committed_position_is_observed(tmp_path: Path, padded: bool, device: str) -> None:
     if device == "cuda" and not padded:
         pytest.skip("the exact layout is for the CPU")
     target = Target.load(tiny_model(tmp_path / "tiny", **SHAPE), torch.float32, device)
@@ -175,8 +173,8 @@ def test_every_committed_position_is_observed_as_it_is(tmp_path: Path, padded: b
 
 
 @DEVICES
-def test_graphs_hold_the_observation_too(tmp_path: Path, device: str) -> None:
-    """In bfloat16, which is captured on CUDA; rounding differs between shapes of a launch."""
+def test_graphs_observe_too(tmp_path: Path, device: str) -> None:
+    """In bfloat16, which is captured on CUDA. Rounding differs between the shapes of launches."""
     target = Target.load(tiny_model(tmp_path / "tiny", **SHAPE), torch.bfloat16, device)
     seen: set[str] = set()
     wrong, _ = lived(target, True, 0.06, seen)

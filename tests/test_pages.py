@@ -24,7 +24,7 @@ def test_what_was_published_is_found_and_nothing_else() -> None:
     assert pages.match(ids[:8]).pages == own[:1]  # one token must be left to compute
     assert pages.match([*range(4), 9, 9, 9, 9, 9]).pages == own[:1]
     assert pages.match([9, *ids]).pages == []
-    assert pages.match([*range(4, 8), 1]).pages == []  # the same tokens behind another beginning
+    assert pages.match([*range(4, 8), 1]).pages == []  # the same tokens after another prefix
 
 
 def test_idle_pages_are_free_until_needed_and_ends_go_first() -> None:
@@ -76,7 +76,7 @@ def test_caching_off_and_clear_find_nothing() -> None:
 
 
 def test_page_zero_is_never_handed_out_and_none_is_lost() -> None:
-    """Random life: every page is free, or held by those that were given it; counts return to the start."""
+    """At random times pages are taken and released: each page is free or held, and at the end all are free."""
     rng = random.Random(0)
     pages = Pages(24, 4)
     live: list[tuple[list[int], list[int]]] = []
@@ -100,7 +100,7 @@ def test_page_zero_is_never_handed_out_and_none_is_lost() -> None:
         for i in range(len(prefix.pages), len(ids) // 4):
             serial = pages.publish(own[i], serial, ids[4 * i : 4 * i + 4])
         live.append((own, ids))
-        for others, text in live:  # what is found holds what was asked for
+        for others, text in live:  # the pages found hold the tokens asked for
             for page, other in zip(pages.match(text).pages, others, strict=False):
                 assert page == other or any(page in o for o, _ in live) or page in pages._idle
     for own, _ in live:

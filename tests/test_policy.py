@@ -1,4 +1,4 @@
-"""What is verified: the goodput rule against trying everything, and what becomes of a row's history."""
+"""The policy: the goodput rule against an exhaustive search, and the acceptance history of a row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows(*rates: float, at_hand: Sequence[int | None] = ()) -> list[AcceptanceHi
 def exact(
     histories: Sequence[AcceptanceHistory], most: list[int], cost: Callable[[int], float] | None, k: int = 4
 ) -> list[int]:
-    """Drafts of each row where any number of them is a shape. cost(n): of a step with so many drafts, None: not known."""
+    """Drafts of each row if any number of drafts is a shape. cost(n): of a step with n drafts; None: unknown."""
     survival = Policy.survival(histories, most)
     number = range(sum(map(len, survival)) + 1)
     seconds = [nan if cost is None else cost(n) for n in number]
@@ -50,7 +50,7 @@ def test_the_drafts_are_the_best_there_are(seed: int) -> None:
     assert goodput(exact(rows(*rates), [3, 3, 3], cost)) == pytest.approx(best)
 
 
-def test_where_positions_are_free_all_is_verified_and_where_they_are_dear_nothing() -> None:
+def test_free_positions_verify_all_drafts_and_dear_ones_none() -> None:
     histories = rows(0.9, 0.5, 0.1)
     assert exact(histories, [4, 2, 0], lambda n: 10.0) == [4, 2, 0]
     assert exact(rows(0.3, 0.3, 0.3), [4, 4, 4], lambda n: 3.0 + n) == [0, 0, 0]
@@ -75,17 +75,17 @@ def test_a_drafts_confidence_comes_before_the_rows_history() -> None:
     assert unsure.confidence is None, "it was another draft's"
 
 
-def test_a_history_follows_what_became_of_the_drafts_and_comes_back() -> None:
+def test_a_history_follows_acceptance_and_returns_to_the_prior() -> None:
     row = AcceptanceHistory()
     assert row.rate == PRIOR
     for _ in range(10):
         row.learn(4, 0, 3)
     assert row.rate < 0.02 and row.optimistic_rate == row.rate
     low = row.rate
-    row.learn(0, 0, 0)  # the draft at hand was left out
+    row.learn(0, 0, 0)  # the draft at hand was not verified
     assert low < row.rate < PRIOR
     before = row.rate
-    row.learn(0, 0, 0)  # there was none
+    row.learn(0, 0, 0)  # there was no draft
     assert row.rate == before and Policy.survival([row], [4]) == [[]]
     for _ in range(12):
         row.learn(2, 2, None)
@@ -94,8 +94,8 @@ def test_a_history_follows_what_became_of_the_drafts_and_comes_back() -> None:
 
 @pytest.mark.parametrize("middle,wide,width", [(1.3, 1.5, 0), (1.3, 1.2, 8), (1.1, 1.2, 4)])
 def test_the_width_of_a_padded_step_is_worth_its_cost(middle: float, wide: float, width: int) -> None:
-    """Two of eight rows have a draft, of which 1.99 tokens are expected in all, and 1.88 of its first four: worth up to 1.25
-    and 1.23 plain steps."""
+    """Two of eight rows have a draft. 1.99 accepted tokens are expected of both, 1.88 of their first four: they are worth up to
+    1.25 and 1.23 plain steps."""
     histories = rows(*[0.5] * 8, at_hand=[8, 8, *[0] * 6])
 
     def chosen(widths: tuple[int, ...], costs: dict[int, float]) -> int:
@@ -112,14 +112,14 @@ def test_the_width_of_a_padded_step_is_worth_its_cost(middle: float, wide: float
     for row in histories:
         row.at_hand = 0
     assert chosen((0, 4, 8), {}) == 0
-    assert chosen((0, 4), {0: 1.0, 4: 0.9}) == 0, "a figure that cannot be right"
+    assert chosen((0, 4), {0: 1.0, 4: 0.9}) == 0, "no draft can be accepted"
 
 
 def test_shared_drafts_are_the_likeliest() -> None:
     histories = rows(0.2, 0.9, 0.5, 0.8, 0.99, at_hand=(4, 4, None, 2, 0))
 
     def shape(costs: dict[int, float], most: list[int]) -> tuple[int, int | None, list[int]]:
-        """Where nothing but sharing pays."""
+        """The choice if only shared drafts can pay."""
         offers = Offers([0, *[4] * (1 + len(costs))], [-1, -1, *costs], [1.0, 9.0, *costs.values()])
         choice = Policy(Speculation("ngram", 4)).choose(offers, Policy.survival(histories, most), most)
         drafts = offers.drafts[choice.offer]
@@ -134,7 +134,7 @@ def test_shared_drafts_are_the_likeliest() -> None:
     assert shape({3: 1.49, 6: 1.7}, [4, 3, 4, 4, 4])[:2] == (4, 6), "4.38 tokens"
     for row in histories:
         row.at_hand = 0
-    assert shape({3: 0.5}, [4, 3, 4, 4, 4])[:2] == (0, None), "whatever it is said to cost"
+    assert shape({3: 0.5}, [4, 3, 4, 4, 4])[:2] == (0, None), "at any cost"
 
 
 def test_the_widths_of_steps() -> None:
@@ -142,8 +142,8 @@ def test_the_widths_of_steps() -> None:
 
 
 def test_a_row_is_tried_at_first_and_again_after_a_while() -> None:
-    """Positions cost so much that only likely drafts pay: a new row gets one, goes on while it is right, stops when it is
-    wrong, and is tried again once it has been idle for long; each trial in vain makes that while longer."""
+    """Positions cost so much that only likely drafts pay. A new row drafts, goes on while its drafts are right, and stops when
+    they are wrong. It is tried again after a long idle time, and each failed trial makes that time longer."""
     row = AcceptanceHistory()
 
     def share() -> int:

@@ -1,4 +1,4 @@
-"""Prompts of padded shape, as a CUDA graph needs them, against the same without padding: run here without a graph."""
+"""Prompt launches with padding, as CUDA graphs need it, against launches without it. All run without a graph here."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ def test_sizes() -> None:
 
 
 def served(
-    folder: Path, target: Target, method: str | None, padded: bool, fixed: bool = True
+    folder: Path, target: Target, method: str | None, prompts_padded: bool, padded: bool = True
 ) -> tuple[Engine, dict[str, Answer], list[tuple[int, int]]]:
-    """Requests of every kind that join and leave, prompts longer than a chunk and preemption among them; the engine after
-    it, the answers, and the (tokens, rows) that launches of prompts had."""
+    """Serve requests of every kind that join and leave, with prompts longer than a chunk, and preemption. Return the engine,
+    the answers, and the (tokens, rows) of the prompt launches."""
     speculation = SPECULATION[method] if method else None
     config = EngineConfig(
         max_num_seqs=6, max_num_batched_tokens=64, kv_cache_tokens=240, block_size=8, enable_prefix_caching=False,
         adaptive_drafts=False, speculation=speculation,
     )  # fmt: skip
 
-    def make(slots, mirror, sampling, kv, fixed):  # type: ignore[no-untyped-def]
-        return TABLE[method](speculation, DrafterContext(slots, mirror, sampling, kv, config, fixed, VOCAB, target))
+    def make(slots, mirror, sampling, kv, padded):  # type: ignore[no-untyped-def]
+        return TABLE[method](speculation, DrafterContext(slots, mirror, sampling, kv, config, padded, VOCAB, target))
 
     tokenizer = Tokenizer(folder)
-    it = Engine(target, config, make if method else lambda *_: None, lambda: Detokenizer(tokenizer), fixed)
+    it = Engine(target, config, make if method else lambda *_: None, lambda: Detokenizer(tokenizer), padded)
     shapes: list[tuple[int, int]] = []
-    if fixed:
+    if padded:
         layout, cycle = it._step.layout, it._step.cycle
         assert isinstance(layout, PaddedLayout)
-        layout.prompt_sizes = PADDED if padded else None
+        layout.prompt_sizes = PADDED if prompts_padded else None
         inner = cycle.run
 
         def launched(key: Key, given: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -92,31 +92,31 @@ def served(
 
 @pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
 def test_padding_changes_nothing(folder: Path, target: Target, method: str | None) -> None:
-    exact, wanted, exact_shapes = served(folder, target, method, padded=False)
-    padded, answers, shapes = served(folder, target, method, padded=True)
-    _, ragged, _ = served(folder, target, method, padded=False, fixed=False)
+    bare, wanted, bare_shapes = served(folder, target, method, prompts_padded=False)
+    padded, answers, shapes = served(folder, target, method, prompts_padded=True)
+    _, exact, _ = served(folder, target, method, prompts_padded=False, padded=False)
     assert {n: (a.ids, a.text, a.reason) for n, a in answers.items()} == {
         n: (a.ids, a.text, a.reason) for n, a in wanted.items()
     }
-    assert {n: a.ids for n, a in answers.items()} == {n: a.ids for n, a in ragged.items()}
+    assert {n: a.ids for n, a in answers.items()} == {n: a.ids for n, a in exact.items()}
     for name, answer in answers.items():
         for got, want in zip(answer.logprobs, wanted[name].logprobs, strict=True):
             assert got.token == want.token and got.logprob == pytest.approx(want.logprob, abs=1e-4)
-    assert padded.stats.steps == exact.stats.steps and padded.stats.preemptions == exact.stats.preemptions > 0
-    assert padded.stats.drafts == exact.stats.drafts
-    caches = [(padded.kv, exact.kv)]
+    assert padded.stats.steps == bare.stats.steps and padded.stats.preemptions == bare.stats.preemptions > 0
+    assert padded.stats.drafts == bare.stats.drafts
+    caches = [(padded.kv, bare.kv)]
     if method == "draft_model":
-        caches.append((padded.drafter._kv, exact.drafter._kv))  # type: ignore[union-attr]
+        caches.append((padded.drafter._kv, bare.drafter._kv))  # type: ignore[union-attr]
     for got_kv, want_kv in caches:
         for got_pages, want_pages in zip((*got_kv.keys, *got_kv.values), (*want_kv.keys, *want_kv.values), strict=True):
             torch.testing.assert_close(got_pages[1:], want_pages[1:], atol=1e-4, rtol=1e-4)
     assert {tokens for tokens, _ in shapes} == set(PADDED.tokens) and {rows for _, rows in shapes} == set(PADDED.rows)
-    assert len(shapes) == len(exact_shapes) and len(set(exact_shapes)) > len(set(shapes))
+    assert len(shapes) == len(bare_shapes) and len(set(bare_shapes)) > len(set(shapes))
 
 
 class State:
-    """A cycle without a drafter whose slots hold prompts, with pages of their own. Token 0 is in none of them and means NaN to
-    the model: what the padding reads."""
+    """A cycle without a drafter whose slots hold prompts, with pages of their own. Padding reads token 0: it is in no prompt,
+    and its embedding is NaN."""
 
     def __init__(self, target: Target, kernels: str, width: int = 0) -> None:
         embedding = target.weights.embedding.dense().clone()
@@ -149,7 +149,7 @@ ROWS = [(0, 0, 30, 1), (3, 8, 30, 0), (1, 8, 1, 1), (2, 0, 41, 1)]
 @pytest.mark.parametrize("empty", [(), (0,), (1, 1, 3), (4,), (0, 2, 4, 4)])
 @pytest.mark.parametrize("tokens", [102, 103, 160])
 def test_empty_rows_and_padding_leave_no_trace(target: Target, kernels: str, empty: tuple[int, ...], tokens: int) -> None:
-    """Rows of nobody anywhere, padding that is NaN, and a chunk in the middle of its prompt."""
+    """Padding rows at any place, padding tokens whose embedding is NaN, and a chunk in the middle of its prompt."""
     want, got = State(target, kernels), State(target, kernels)
     report = want.prefill(Key(PROMPT, 4, 102, 0), ROWS)
     rows = list(ROWS)
@@ -172,8 +172,8 @@ def test_empty_rows_and_padding_leave_no_trace(target: Target, kernels: str, emp
     assert got.poisoned.weights.embedding.embed(torch.tensor([0])).isnan().all()
 
 
-def test_nothing_but_padding(target: Target) -> None:
-    """What is captured: a launch for nobody."""
+def test_a_launch_of_padding_rows_only(target: Target) -> None:
+    """The launch that a capture runs: it has padding rows only."""
     state = State(target, "c")
     before = [part.clone() for part in (state.slots.tokens[:5], state.slots.length, state.slots.active)]
     report = state.prefill(Key(PROMPT, 4, 32, 0), [(5, 0, 0, 0)] * 4)
@@ -184,7 +184,7 @@ def test_nothing_but_padding(target: Target) -> None:
 
 
 class NothingForTheHost(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: values that the host looks at, sizes that depend on them, constants from it."""
+    """Refuses what a CUDA graph cannot hold: values read by the host, sizes that depend on values, constants from the host."""
 
     REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "item", "equal")
 
@@ -226,8 +226,8 @@ def small(folder: Path, target: Target, **settings: object) -> Engine:
     return Engine(target, EngineConfig(**given), lambda *_: None, lambda: Detokenizer(tokenizer), padded=True)
 
 
-def test_a_slot_that_is_left_and_given_again_between_launches(folder: Path, target: Target) -> None:
-    """Everything of the new request counts and nothing of the old one, which is still in a step in flight."""
+def test_a_slot_that_is_released_and_reused_between_launches(folder: Path, target: Target) -> None:
+    """The new request's values count. The old request is still in a step in flight."""
     old = request("old", [9] * 50, max_tokens=60, stop_ids=(), temperature=1.3, logit_bias={5: 9.0}, repetition_penalty=1.9)
     new = request("new", [7, 8, 9], max_tokens=30, stop_ids=())
     alone = run(small(folder, target), [new])["new"].ids
@@ -242,7 +242,7 @@ def test_a_slot_that_is_left_and_given_again_between_launches(folder: Path, targ
         assert not it.state.active[slot]
 
 
-def test_a_slot_that_is_given_and_left_between_launches(folder: Path, target: Target) -> None:
+def test_a_slot_that_is_admitted_and_released_between_launches(folder: Path, target: Target) -> None:
     it = small(folder, target)
     step = it._step
     it.add(request("a", [5, 6, 7]))
@@ -255,8 +255,8 @@ def test_a_slot_that_is_given_and_left_between_launches(folder: Path, target: Ta
     assert not it.state.active[slot] and it.state.length[slot] == 1
 
 
-def test_arrivals_are_written_together(folder: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many transfers for seven requests as for one, and what lies in the slots is theirs."""
+def test_admissions_are_written_in_one_transfer(folder: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven requests take as many transfers as one, and each slot holds its own request."""
     transfers = []
 
     def counted(values, device):  # type: ignore[no-untyped-def]
@@ -292,7 +292,7 @@ def test_arrivals_are_written_together(folder: Path, target: Target, monkeypatch
     assert counts[0] == counts[1] == 3  # the sequences, their sampling numbers, their pages
 
 
-def test_only_what_may_come_is_captured_the_largest_first(folder: Path, target: Target) -> None:
+def test_only_possible_launches_are_captured_the_largest_first(folder: Path, target: Target) -> None:
     it = small(folder, target, max_model_len=40, max_num_seqs=20)
     layout = it._step.layout
     assert isinstance(layout, PaddedLayout)

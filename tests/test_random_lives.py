@@ -1,6 +1,6 @@
-"""Random lives of an engine: all drafters, both kinds of step, sampling, stops, small pages, preemption, caching, turns,
-several callers, aborts, abandoned streams, interrupts, and an error thrown into any operation. Every answer is that of the
-request alone, none is lost, no page or slot is, and the engine goes on. FORERUN_TRIALS=2000 runs so many."""
+"""Random lives of an engine: all drafters, both layouts, sampling, stops, small pages, preemption, caching, chats of several
+turns, several callers, aborts, abandoned streams, interrupts, and an error thrown into any operation. Every answer equals that
+of the request alone. No answer, page or slot is lost, and the engine goes on. FORERUN_TRIALS=2000 runs 2000 lives."""
 
 from __future__ import annotations
 
@@ -70,28 +70,27 @@ class Answer:
         self.reason, self.error = event.finish_reason, event.error
 
     def begins(self, whole: Answer) -> bool:
-        """Whether this is the beginning of another answer."""
+        """Whether this is a prefix of another answer."""
         n = len(self.ids)
         return self.ids == whole.ids[:n] and self.logprobs == whole.logprobs[:n] and whole.text.startswith(self.text)
 
 
-def engine(config: EngineConfig, fixed: bool) -> Engine:
-    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, fixed: bool) -> Drafter | None:
+def engine(config: EngineConfig, padded: bool) -> Engine:
+    def make(slots: Any, mirror: Any, sampling: Any, kv: Any, padded: bool) -> Drafter | None:
         if config.speculation is None:
             return None
-        around = DrafterContext(slots, mirror, sampling, kv, config, fixed, VOCAB, Ledger(salt=1))  # type: ignore[arg-type]
+        around = DrafterContext(slots, mirror, sampling, kv, config, padded, VOCAB, Ledger(salt=1))  # type: ignore[arg-type]
         return TABLE[config.speculation.method](config.speculation, around)
 
-    return Engine(Ledger(), config, make, Letters, fixed)  # type: ignore[arg-type]
+    return Engine(Ledger(), config, make, Letters, padded)  # type: ignore[arg-type]
 
 
-def alone(config: EngineConfig, fixed: bool, request: Request) -> Answer:
-    """The answer that the request has alone, with room for all: with drawn drafts on the same kind of step, else in plain
-    steps."""
+def alone(config: EngineConfig, padded: bool, request: Request) -> Answer:
+    """The answer of the request alone, with enough pages: with drawn drafts on the same layout, else without speculation."""
     if config.speculation is None or config.speculation.draft_sample_method == "greedy":
-        config, fixed = replace(config, speculation=None), False
+        config, padded = replace(config, speculation=None), False
     config = replace(config, kv_cache_tokens=None, enable_prefix_caching=False, max_num_seqs=1, max_num_batched_tokens=None)
-    it, answer = engine(config, fixed), Answer()
+    it, answer = engine(config, padded), Answer()
     it.add(request)
     while it.has_work:
         for event in it.step():
@@ -115,7 +114,7 @@ def some_params(rng: random.Random) -> dict[str, Any]:
 
 
 def some_request(rng: random.Random, name: str, before: list[int], most: int, poison: float) -> Request:
-    """A request, often a further turn of an earlier one."""
+    """A request, often the next turn of an earlier one."""
     word = [rng.randrange(3, 20) for _ in range(rng.randint(1, 5))]
     prompt = [*before, *(word * rng.randint(1, 4))][: most - 26]
     params = SamplingParams(**some_params(rng), seed=rng.randrange(1 << 40))
@@ -130,7 +129,7 @@ def some_request(rng: random.Random, name: str, before: list[int], most: int, po
 
 @contextmanager
 def trouble(it: Engine, rng: random.Random, kinds: list[str], where: str | None = None) -> Iterator[list[str]]:
-    """Once, somewhere in the engine's work, an exception or an interrupt; says which it was."""
+    """Throw one exception or interrupt in some operation of the engine. Return which it was."""
     places: list[tuple[Any, str]] = [
         (it.state, "map_pages"), (it.state, "apply"), (it.sampling, "shape"), (it.sampling, "features"),
         (it.scheduler, "plan"), (it.scheduler, "commit"), (it.scheduler, "finish"), (it.scheduler, "_admit"),
@@ -172,7 +171,7 @@ def trouble(it: Engine, rng: random.Random, kinds: list[str], where: str | None 
 
 
 def whole(it: Engine) -> None:
-    """Nothing is held any more."""
+    """All pages and slots are free."""
     scheduler = it.scheduler
     assert not it.has_work and not scheduler.running and not scheduler.waiting and not scheduler.suspects
     assert len(scheduler._slots) == it.config.max_num_seqs == len(set(scheduler._slots))
@@ -182,7 +181,7 @@ def whole(it: Engine) -> None:
 
 def some_engine(rng: random.Random) -> tuple[Engine, EngineConfig, bool, str]:
     name = rng.choice(list(DRAFTERS))
-    fixed = rng.random() < 0.6
+    padded = rng.random() < 0.6
     settings = DRAFTERS[name]
     k = rng.choice([1, 3, 7])
     speculation = Speculation.parse(settings | {"num_speculative_tokens": k}) if settings is not None else None
@@ -195,13 +194,13 @@ def some_engine(rng: random.Random) -> tuple[Engine, EngineConfig, bool, str]:
     )  # fmt: skip
     if (config.max_num_batched_tokens or 64) < (rows * (k + 1) if drawn else max(rows, k + 1)):
         config = replace(config, max_num_batched_tokens=64)
-    return engine(config, fixed), config, fixed, name
+    return engine(config, padded), config, padded, name
 
 
 def live(seed: int, seen: set[str]) -> None:
     rng = random.Random(seed)
-    it, config, fixed, drafter = some_engine(rng)
-    seen |= {drafter, "fixed" if fixed else "ragged"}
+    it, config, padded, drafter = some_engine(rng)
+    seen |= {drafter, "padded" if padded else "exact"}
     owner = Owner(it)
     most = min(96, config.kv_cache_tokens or 96)
     expected: dict[str, Answer] = {}
@@ -218,7 +217,7 @@ def live(seed: int, seen: set[str]) -> None:
         with lock:
             before = rng.choice(history[-4:]) if rng.random() < 0.7 else []
         one = some_request(rng, name, before[: most - 40], most, poison)
-        answer = alone(config, fixed, one)
+        answer = alone(config, padded, one)
         with lock:
             expected[name] = answer
         return one
@@ -240,7 +239,7 @@ def live(seed: int, seen: set[str]) -> None:
             history.extend([turn] if POISON not in turn else [])
 
     def caller(number: int, interrupted: Callable[[], bool]) -> None:
-        """Some batches of requests one after the other, each read to its end or given up."""
+        """Submit batches of requests one after the other. Each is read to its end or abandoned."""
         rng = random.Random(seed * 7 + number)
         for turn in range(rng.randint(1, 3)):
             requests = [request(rng, f"{number}.{turn}.{i}") for i in range(rng.randint(1, 4))]
@@ -287,7 +286,7 @@ def live(seed: int, seen: set[str]) -> None:
             failures.append(error)
 
     def interleaved(interrupted: Callable[[], bool]) -> None:
-        """Several open streams in one thread, read in turn."""
+        """Read several open streams alternately in one thread."""
         rng = random.Random(seed * 11)
         requests = {str(i): request(rng, str(i)) for i in range(calls * 2)}
         streams, answers = {}, {name: Answer() for name in requests}
@@ -365,7 +364,7 @@ def test_random_lives(caplog: pytest.LogCaptureFixture) -> None:
             raise
     if TRIALS >= 60:
         troubles = {"threads", "error", "interrupt", "signal", "preempted", "cached", "poisoned"}
-        assert seen >= {*DRAFTERS, "fixed", "ragged", *troubles}
+        assert seen >= {*DRAFTERS, "padded", "exact", *troubles}
 
 
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +379,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One draft more is accepted than the target's choices allow."""
+    """A step accepts one draft more than the target's choices allow."""
     real = accept.accept_matching
 
     def matching(choice: Tensor, draft: Draft) -> Verdict:
@@ -399,7 +398,7 @@ def batched_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unrecovered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a failed step held stays held."""
+    """Pages that a failed step held are not freed."""
     monkeypatch.setattr(Engine, "_recover", lambda self, error: self._fail(self._blamed, error or "interrupted"))
 
 

@@ -1,4 +1,4 @@
-"""The scheduler by itself: budgets, chunks, fairness, preemption. Tokens are made up by the test."""
+"""The scheduler alone: budgets, chunks, fairness, preemption. The test invents the tokens."""
 
 import random
 
@@ -34,7 +34,7 @@ def tokens(plan: Plan) -> int:
     return sum(row.pending + row.k for row in plan.rows)
 
 
-def test_a_prompt_is_cut_into_chunks_and_samples_at_its_end() -> None:
+def test_a_prompt_is_cut_into_chunks_and_the_last_one_commits() -> None:
     it = scheduler(budget=8)
     it.add(request("a", 19))
     seen = []
@@ -45,7 +45,7 @@ def test_a_prompt_is_cut_into_chunks_and_samples_at_its_end() -> None:
     assert seen == [[(8, False)], [(8, False)], [(3, True)]]
 
 
-def test_drafts_never_pass_what_the_request_can_take() -> None:
+def test_drafts_stay_below_the_remaining_tokens() -> None:
     it = scheduler(k=4)
     sequence = it.add(request("a", 3, max_tokens=7))
     advance(it, it.plan())
@@ -58,8 +58,8 @@ def test_drafts_never_pass_what_the_request_can_take() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_a_tight_budget_is_kept_and_nobody_starves(k: int) -> None:
-    """rows * (k+1) - 1 tokens, with a prompt joining: the budget holds at every step and the prompt gets through."""
+def test_a_tight_budget_is_kept_and_no_request_starves(k: int) -> None:
+    """The budget is rows * (k + 1) - 1 tokens, and a prompt joins: every step keeps the budget, and the prompt is computed."""
     slots = 4
     it = scheduler(k=k, slots=slots + 1, budget=slots * (k + 1) - 1, pages=200)
     it.budget = max(it.budget, slots + 1)
@@ -76,7 +76,7 @@ def test_a_tight_budget_is_kept_and_nobody_starves(k: int) -> None:
     assert all(row.generated > b for row, b in zip(rows, before, strict=True))
 
 
-def test_the_last_to_come_makes_room_and_resumes() -> None:
+def test_the_last_admitted_is_preempted_and_resumes() -> None:
     it = scheduler(pages=6, budget=64)
     first, second = it.add(request("first", 7, 12)), it.add(request("second", 7, 12))
     preempted = 0
@@ -100,7 +100,7 @@ def test_drafts_do_not_preempt() -> None:
     assert {a.slot, b.slot} == {row.sequence.slot for row in plan.rows}
 
 
-def test_a_shared_beginning_is_not_computed_again() -> None:
+def test_a_shared_prefix_is_computed_once() -> None:
     it = scheduler(caching=True)
     it.add(request("a", 19))
     advance(it, it.plan())
@@ -111,7 +111,7 @@ def test_a_shared_beginning_is_not_computed_again() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_life_leaks_nothing(seed: int) -> None:
-    """Joins, ends and aborts anywhere, with drafts and prefix caching, until all are done: every page comes back."""
+    """Requests join, end and are aborted at random, with drafts and prefix caching. At the end all pages are free."""
     rng = random.Random(seed)
     it = scheduler(k=rng.choice([0, 3, 8]), pages=12, slots=4, budget=rng.choice([8, 13, 40]), caching=True)
     live: list[Sequence] = []
