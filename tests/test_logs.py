@@ -133,7 +133,7 @@ ARGPARSE = """usage: vllm serve [model_tag] [options]
 vllm: error: unrecognized arguments: --speculative-modle small"""
 
 LIBRARY = "llama-server: error while loading shared libraries: libcurl.so.4: cannot open shared object file: No such file or directory"
-SHELL = "/tmp/start.sh: line 3: vllm: command not found"
+SHELL = "start.sh: line 3: vllm: command not found"
 ILLEGAL = "loading\nIllegal instruction (core dumped)"
 TYPER = """╭─ Error ─────────────────╮
 Usage: serve [OPTIONS]

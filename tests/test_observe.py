@@ -194,7 +194,7 @@ def test_the_witness_notices_faults(tmp_path: Path, fault: str, monkeypatch: pyt
             if fault == "states of the token before":
                 real(self, seen._replace(hidden=tuple(h.roll(1, 0) for h in seen.hidden)))
             else:
-                real(self, seen._replace(true=seen.true.clamp(max=1) if not seen.prompts else seen.true))
+                real(self, seen._replace(committed=seen.committed.clamp(max=1)) if not seen.prompts else seen)
 
         monkeypatch.setattr(Witness, "observe", observe)
     wrong, _ = lived(target, True, 1e-4, set())

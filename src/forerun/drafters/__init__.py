@@ -43,9 +43,9 @@ class Rows(NamedTuple):
 
 class Observed(NamedTuple):
     """What a launch computed, after its tokens were committed. slot: [R] int64; batch: the forward pass, T tokens of R rows
-    (its ids may be unset; the tokens are in the state); true: [R] int64, how many tokens of each row, from its first on, are
-    committed (the others are rejected drafts); hidden: for each of needs.layers, [T,H] in the target's dtype; prompts: whether
-    rows may hold prompt chunks.
+    (its ids may be unset; the tokens are in the state); pending: [R] int64, committed tokens of each row before the step, None:
+    one, as in decode launches; committed: [B] int64, tokens that the step committed to the first B rows; hidden: for each of
+    needs.layers, [T,H] in the target's dtype.
 
     Each committed position is observed once, in order, except those of cached pages. After a prefix hit a drafter with
     `needs.layers` observes the last page of the hit again, so its entry for the position before that page was made with the
@@ -53,9 +53,23 @@ class Observed(NamedTuple):
 
     slot: Tensor
     batch: Batch
-    true: Tensor
+    pending: Tensor | None
+    committed: Tensor
     hidden: tuple[Tensor, ...]
-    prompts: bool
+
+    @property
+    def prompts(self) -> bool:
+        """Whether rows may hold prompt chunks."""
+        return self.pending is not None
+
+    @property
+    def true(self) -> Tensor:
+        """How many tokens of each row, from its first on, are committed, [R] int64. The others are rejected drafts."""
+        if self.pending is None:
+            return self.committed
+        true = self.pending.clone()
+        true[: len(self.committed)] += self.committed.clamp(min=1) - 1
+        return true
 
 
 class Drafter(Protocol):

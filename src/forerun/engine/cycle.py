@@ -139,8 +139,7 @@ class Cycle:
         verified = time.perf_counter()
         confidence = None
         if self.drafter is not None:
-            true, prompts = self._true(layout, counts), layout.pending is not None
-            self.drafter.observe(Observed(layout.rows, layout.batch, true, seen.hidden, prompts))
+            self.drafter.observe(Observed(layout.rows, layout.batch, layout.pending, counts[:, 0], seen.hidden))
             confidence = self._draft(key, layout, counts)
         self.times = Times(time.perf_counter() - verified, computed - start, verified - computed)
         return Report(tokens, counts, noted, confidence)
@@ -300,16 +299,6 @@ class Cycle:
         return commit(self.state, slot, draft, tokens, verdict)
 
     # Observe and draft
-
-    @staticmethod
-    def _true(layout: Layout, counts: Tensor) -> Tensor:
-        """How many of each row's tokens, from the first on, are committed [R]. The others are rejected drafts."""
-        committed = counts[:, 0]
-        if layout.pending is None:
-            return committed
-        true = layout.pending.clone()
-        true[: len(committed)] += committed.clamp(min=1) - 1
-        return true
 
     def _draft(self, key: Key, layout: Layout, counts: Tensor) -> Tensor | None:
         """Draft for the next step. Return Report.confidence."""
