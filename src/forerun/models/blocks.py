@@ -1,0 +1,91 @@
+"""Matrices in the block formats of GGUF files, as the file stores them. A row is a sequence of blocks of 32 or 256 values. Each
+block holds integers of 4 to 8 bits and one or more scales (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from forerun.models.weights import Matrix
+
+# the formats that kernels multiply by, in the order of the enum in kernels/cpu_blocks.h
+FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+
+
+class Part(NamedTuple):
+    """Rows in one format. format: one of FORMATS; data: [rows, bytes of a row] uint8, contiguous."""
+
+    format: str
+    data: Tensor
+
+    @property
+    def columns(self) -> int:
+        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.format]]
+        return self.data.shape[1] // size * values
+
+    def dense(self) -> Tensor:
+        """The values, [rows, columns] float32."""
+        return torch.from_numpy(dequantize(self.data.numpy(), GGMLQuantizationType[self.format]))
+
+
+class Blocks(Matrix):
+    """A matrix in blocks. parts: the rows, one part after the other. Parts may have different formats: a file stores q, k and v
+    apart, and often in different formats."""
+
+    kind = "blocks"
+
+    def __init__(self, parts: Sequence[Part], dtype: torch.dtype) -> None:
+        """All parts have the same number of columns. dtype: the model's compute dtype."""
+        self.parts = tuple(parts)
+        self.rows = sum(len(part.data) for part in self.parts)
+        self.columns, self.dtype = self.parts[0].columns, dtype
+        self.stored = {f"{part.format}.{i}": part.data for i, part in enumerate(self.parts)}
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str) -> Blocks:
+        """An uninitialised matrix in Q8_0. columns: a multiple of 32."""
+        return cls([Part("Q8_0", torch.empty(rows, columns // 32 * 34, dtype=torch.uint8, device=device))], dtype)
+
+    @classmethod
+    def quantize(cls, values: Tensor, format: str, dtype: torch.dtype) -> Blocks:
+        """From values [rows, columns] on the CPU. format: Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0; columns: a multiple of 32."""
+        data = quantize(values.float().numpy(), GGMLQuantizationType[format])
+        return cls([Part(format, torch.from_numpy(data))], dtype)
+
+    def dense(self) -> Tensor:
+        return torch.cat([part.dense() for part in self.parts]).to(self.dtype)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        (part,) = self.parts
+        return Part(part.format, part.data[ids]).dense().to(self.dtype)
+
+    def narrow(self, first: int, count: int) -> Blocks:
+        kept, begin = [], 0
+        for part in self.parts:
+            low, high = max(first - begin, 0), min(first + count - begin, len(part.data))
+            if low < high:
+                kept.append(Part(part.format, part.data[low:high]))
+            begin += len(part.data)
+        return Blocks(kept, self.dtype)
+
+
+def stack(matrices: Sequence[Blocks]) -> Blocks:
+    """The rows of these matrices, one after the other. Their memory is shared."""
+    return Blocks([part for matrix in matrices for part in matrix.parts], matrices[0].dtype)
+
+
+def row_bytes(format: str, columns: int) -> int:
+    """The bytes of a row. Raises ValueError if the columns are not a multiple of the block's values."""
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[format]]
+    if columns % values:
+        raise ValueError(f"{format} has blocks of {values} values; {columns} columns are not a multiple")
+    return columns // values * size
+
+
+__all__ = ["FORMATS", "Blocks", "Part", "row_bytes", "stack"]
