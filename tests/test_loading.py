@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.kernels import Batch, reference
-from forerun.models import gguf, hub, loading
+from forerun.models import gguf, gguf_tokenizer, hub, loading
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Target
 from forerun.models.tokenizer import Detokenizer, Tokenizer
@@ -310,7 +310,7 @@ PIECES = {  # of "I'M don't 12345\n\n\n x"
 }
 
 
-@pytest.mark.parametrize("pre", gguf.SPLITS)
+@pytest.mark.parametrize("pre", gguf_tokenizer.SPLITS)
 def test_how_each_vocabulary_splits(pre: str, tmp_path: Path, own_cache: Path) -> None:
     folder = tiny_model(tmp_path / "hf")
     converted = hub.resolve(write_gguf(tmp_path / "tiny.gguf", folder, pre=pre), progress=lambda line: None)

@@ -9,23 +9,21 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
-from gguf import GGUFReader, TokenType
+from gguf import GGUFReader
 from gguf.quants import dequantize
-from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 
 from forerun.models import rope
 from forerun.models.config import ModelConfig, Rope
-from forerun.models.files import errors_of, flag, real, whole
+from forerun.models.files import errors_of, real, whole
+from forerun.models.gguf_tokenizer import INSTEAD, end_ids, token_id, tokenizer_files
 from forerun.models.loading import misfit
-from forerun.types import LoadError, SettingError, require
+from forerun.types import LoadError, require
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-INSTEAD = "give the model's Hugging Face folder"
 UNREAD_SCALING = (
     "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor",
 )  # fmt: skip
@@ -38,32 +36,6 @@ NAMES = {
 
 PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)  # the names that llama.cpp's gguf-split gives
 BLOCK = re.compile(r"blk\.(?P<number>\d+)\.(?P<stem>.+)")
-
-# the patterns that split a text before the merges, by the names that llama.cpp uses in tokenizer.ggml.pre
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-class Split(NamedTuple):
-    """How a vocabulary splits a text. patterns: applied one after the other, each to the pieces of the one before. whole: a
-    piece that is a token is not merged. bos: a text starts with the beginning-of-sequence token unless the file says
-    otherwise. nfc: normalise the text to NFC first."""
-
-    patterns: tuple[str, ...]
-    whole: bool = False
-    bos: bool = False
-    nfc: bool = False
-
-
-SPLITS = {
-    "gpt-2": Split((GPT2,)),
-    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "smollm": Split((r"\p{N}", GPT2)),
-    "llama-bpe": Split((LLAMA3,), whole=True, bos=True),
-    "qwen2": Split((LLAMA3.replace("{1,3}", ""),), nfc=True),
-}
 
 
 def parts(path: Path) -> list[Path]:
@@ -98,7 +70,8 @@ def convert(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
     _write(folder / "config.json", config)
     _write(folder / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id") if k in config})
     with errors_of(path):
-        _tokenizer(meta, folder)
+        for name, contents in tokenizer_files(meta).items():
+            (folder / name).write_text(contents, encoding="utf-8")
     progress(f"converting {path.name}: {len(names)} tensors to bfloat16")
     values = (_values(path, name, tensor, parsed) for name, tensor in zip(names, tensors.values(), strict=True))
     write_bfloat16(folder / "model.safetensors", shapes, values)
@@ -188,18 +161,12 @@ def _config(meta: dict[str, Any], tensors: dict[str, Any], freqs: np.ndarray | N
     theta = real(meta, key("rope.freq_base"), 10000.0)
     config |= {"rope_theta": theta, "rope_scaling": _scaling(meta, key, theta, freqs, head_dim)}
     for name, field in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
-        if (token := _token_id(meta, field)) is not None:
+        if (token := token_id(meta, field)) is not None:
             config[name] = token
-    # end of text, end of turn (eot) and end of message (eom) are separate keys
-    ends = [token for field in ("eos", "eot", "eom") if (token := _token_id(meta, field)) is not None]
+    ends = end_ids(meta)
     if ends:
-        config["eos_token_id"] = ends[0] if len(set(ends)) == 1 else list(dict.fromkeys(ends))
+        config["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return config
-
-
-def _token_id(meta: dict[str, Any], name: str) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    return None if meta.get(key) is None else whole(meta, key, least=0)
 
 
 def _scaling(
@@ -267,67 +234,6 @@ def pair_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Reorder the rows of q or k of a llama. llama.cpp rotates neighbouring rows of a head together; transformers pairs the
     two halves. So rows 0, 1, 2, 3, .. of each head come into the order 0, 2, .., 1, 3, ..  [heads*D, ..] -> the same"""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
-
-
-def _tokenizer(meta: dict[str, Any], folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json. Raises SettingError for a vocabulary that is broken or not supported."""
-    kind = meta.get("tokenizer.ggml.model")
-    require(kind == "gpt2", "tokenizer.ggml.model", kind, f"supported in a .gguf is gpt2 (byte-level BPE); {INSTEAD}")
-    pre = meta.get("tokenizer.ggml.pre", "default")
-    require(isinstance(pre, str) and pre in SPLITS, "tokenizer.ggml.pre", pre, f"supported are {', '.join(SPLITS)}; {INSTEAD}")
-    split = SPLITS[pre]
-    tokens: list[str] = _listed(meta, "tokenizer.ggml.tokens", str)
-    key = "tokenizer.ggml.token_type"
-    types: list[int] = _listed(meta, key, int) if key in meta else [TokenType.NORMAL] * len(tokens)
-    require(len(types) == len(tokens), key, len(types), f"there are {len(tokens)} tokens")
-    merges = [tuple(m.split(" ", 1)) for m in _listed(meta, "tokenizer.ggml.merges", str)]
-    # unused entries are padding of the vocabulary, not tokens
-    vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
-    try:
-        model = tokenizers.models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole)
-    except Exception as error:  # the library raises bare Exception
-        why = f"they do not fit the tokens ({error}); fetch the file again"
-        raise SettingError("tokenizer.ggml.merges", f"{len(merges)} of them", why) from None
-    made = tokenizers.Tokenizer(model)
-    if split.nfc:
-        made.normalizer = normalizers.NFC()
-    steps = [pre_tokenizers.Split(Regex(p), "isolated") for p in split.patterns]
-    made.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    made.decoder = decoders.ByteLevel()
-    for special, add in ((TokenType.CONTROL, made.add_special_tokens), (TokenType.USER_DEFINED, made.add_tokens)):
-        add([tokenizers.AddedToken(t, normalized=False) for t, i in vocab.items() if types[i] == special])
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for key, name in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
-        token = _token_id(meta, name)
-        if token is not None:
-            there = token < len(tokens) and tokens[token] in vocab
-            require(there, f"tokenizer.ggml.{name}_token_id", token, f"none of the {len(tokens)} tokens has that id")
-            settings[key] = tokens[token]
-    # the tokens that are added before and after a text
-    front, behind = (
-        settings.get(f"{name}_token") if flag(meta, f"tokenizer.ggml.add_{name}_token", default) else None
-        for name, default in (("bos", split.bos), ("eos", False))
-    )
-    if front or behind:
-        pieces = [piece for piece in (front, "$A", behind) if piece]
-        made.post_processor = processors.TemplateProcessing(
-            single=pieces, special_tokens=[(token, vocab[token]) for token in pieces if token != "$A"]
-        )
-    templates = {"default": meta.get("tokenizer.chat_template")}
-    more = _listed(meta, "tokenizer.chat_templates", str) if "tokenizer.chat_templates" in meta else []
-    templates |= {name: meta.get(f"tokenizer.chat_template.{name}") for name in more}
-    named = [{"name": name, "template": text} for name, text in templates.items() if text]
-    if named:
-        settings["chat_template"] = named if len(named) > 1 else named[0]["template"]
-    made.save(str(folder / "tokenizer.json"))
-    _write(folder / "tokenizer_config.json", settings)
-
-
-def _listed(meta: dict[str, Any], key: str, kind: type) -> list[Any]:
-    """A list in the file's metadata, whose items all have one type. Raises SettingError."""
-    found = meta.get(key)
-    require(isinstance(found, list) and all(isinstance(x, kind) for x in found), key, type(found).__name__, "must be a list")
-    return list(found)  # type: ignore[arg-type]
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
