@@ -194,6 +194,11 @@ def rows_are(request, monkeypatch) -> None:
         monkeypatch.setitem(cuda_attention.CUTS, (True, wide), cuda_attention.CUTS[request.param == "few", wide])
 
 
+def test_interleaved_heads_are_refused(run: CudaKernels) -> None:
+    with pytest.raises(TypeError, match="put their rows into halves"):
+        check_attention(run, [(0, 3)], SHAPES[0]._replace(interleaved=True), False)
+
+
 @pytest.mark.usefixtures("rows_are")
 @pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -172,6 +172,8 @@ ATTENTION = [
     (AttentionShape(2, 1, 24, window=200), 32),
     (AttentionShape(96, 1, 16), 8),
     (AttentionShape(4, 2, 96, window=1), 64),
+    (AttentionShape(9, 3, 64, interleaved=True), 16),
+    (AttentionShape(2, 1, 24, interleaved=True), 8),
 ]
 
 
@@ -188,6 +190,24 @@ def test_attention_agrees_with_the_reference(
     near(got, want, 0.012 if dtype == BF16 else 1e-5)
     near(keys.nan_to_num(), want_keys, 0.008 if dtype == BF16 else 1e-6)
     assert torch.equal(values.nan_to_num(), want_values)
+
+
+@pytest.mark.parametrize("isa", ["reference", *cpu.isas()])
+@DTYPES
+@pytest.mark.parametrize("norms", [False, True])
+def test_interleaved_heads_are_halves_in_another_order(isa: str, dtype: torch.dtype, norms: bool) -> None:
+    """Keys are the same numbers; outputs are the same up to the order in which a score is summed."""
+    kernels = reference if isa == "reference" else compiled(isa, dtype)
+    halves = Sequences([(0, 40), (0, 9)], AttentionShape(6, 2, 24), 16, dtype)
+    heads, order = halves.qkv.view(-1, 10, 24).clone(), torch.arange(24).view(2, 12).T.flatten()
+    heads[:, :8] = heads[:, :8, order]
+    out, keys, values = halves.run(kernels, norms, finite=True)
+    halves.qkv, halves.shape = heads.flatten(1), halves.shape._replace(interleaved=True)
+    halves.q_norm, halves.k_norm = halves.q_norm[order], halves.k_norm[order]
+    got, got_keys, got_values = halves.run(kernels, norms, finite=True)
+    near(got, out, 0.012 if dtype == BF16 else 1e-5)
+    near(got_keys, keys[..., order], (0.004 if dtype == BF16 else 1e-6) if norms else 0)
+    assert torch.equal(got_values, values)
 
 
 @EACH
@@ -265,7 +285,7 @@ class Stacked:
     """Some layers of odd shapes, with the pages of `rows`."""
 
     def __init__(self, rows: list[tuple[int, int]], extras: bool, dtype: torch.dtype) -> None:
-        shape, hidden, inner = AttentionShape(6, 2, 32, 0, 1e-6), 100, 150
+        shape, hidden, inner = AttentionShape(6, 2, 32, 0, 1e-6, extras), 100, 150
 
         def some(*size: int) -> Tensor:
             return weight(*size, dtype=dtype)

@@ -36,13 +36,16 @@ class Batch(NamedTuple):
 
 class AttentionShape(NamedTuple):
     """heads: query heads; kv_heads: key and value heads; head_dim: the size of each. window: how many positions a token
-    attends to, its own included (0: all). eps: of the optional q and k norms."""
+    attends to, its own included (0: all). eps: of the optional q and k norms. interleaved: the two numbers of a head of q or k
+    that are rotated together are neighbours (2i, 2i + 1), as llama.cpp stores a llama; otherwise they are i and
+    i + head_dim / 2, as in transformers' rotate_half. CUDA kernels take only the latter."""
 
     heads: int
     kv_heads: int
     head_dim: int
     window: int = 0
     eps: float = 1e-6
+    interleaved: bool = False
 
 
 class Layers(NamedTuple):
@@ -67,6 +70,9 @@ class Kernels(Protocol):
         """Whether the products take matrices of this kind (Matrix.kind). Target refuses a set of kernels that does not; a
         product with such a matrix raises TypeError."""
 
+    def embed(self, ids: Tensor, weight: Matrix) -> Tensor:
+        """The rows of these ids. It does not wait for the device.  [T] int64 -> [T,H] in weight.dtype"""
+
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None) -> Tensor:
         """rms_norm(x) @ weight.T + bias: the q, k and v of a layer, stacked in that order.  [T,H] -> [T,O]"""
 
@@ -75,8 +81,8 @@ class Kernels(Protocol):
         key_pages: Tensor, value_pages: Tensor, batch: Batch,
     ) -> Tensor:
         """Causal attention over each row's pages, in four steps: norm every head of q and k, if norms [head_dim] are given;
-        rotate them by their positions (the halves of a head are paired, as in transformers' rotate_half); write k and v
-        into the pages [pages, kv_heads, block_size, head_dim], in place; attend.
+        rotate them by their positions (shape.interleaved says which numbers are paired); write k and v into the pages
+        [pages, kv_heads, block_size, head_dim], in place; attend.
         qkv: [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim]"""
 
     def linear_add(self, x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor) -> Tensor:

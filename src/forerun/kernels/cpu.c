@@ -36,13 +36,13 @@ void fr_rms_norm(int wide, const void *x, int64_t tokens, int64_t k, const void 
     }
 }
 
-/* Attention. shape: tokens, rows, table_width, block_size, heads, kv_heads, head_dim, window */
+/* Attention. shape: tokens, rows, table_width, block_size, heads, kv_heads, head_dim, interleaved, window */
 void fr_attend(int wide, const void *qkv, const int64_t *shape, float eps, const float *cos, const float *sin, const void *q_norm,
                const void *k_norm, void *key_pages, void *value_pages, const int64_t *positions, const int32_t *row_start,
                const int32_t *block_table, void *y, int threads) {
     int64_t next = 0;
     Attend a = {qkv, q_norm, k_norm, key_pages, value_pages, y, cos, sin, positions, row_start, block_table,
-                shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7], eps, NULL, 0, &next};
+                shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7], shape[8], eps, NULL, 0, &next};
     plan_attend(&a, threads);
 #pragma omp parallel num_threads(threads)
     attend_team(wide, team(), &a);
@@ -67,7 +67,7 @@ void fr_layers(int wide, const Layer *layers, int64_t count, void *x, int64_t hi
     int64_t *next = (int64_t *)(((uintptr_t)(act + tokens * inner * size) + 63) & ~(uintptr_t)63);
     memset(next, 0, count * sizeof(int64_t));
     Attend plan = {qkv, NULL, NULL, NULL, NULL, mixed, cos, sin, positions, row_start, block_table,
-                   tokens, shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], 0, head_eps, NULL, 0, NULL};
+                   tokens, shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7], 0, head_eps, NULL, 0, NULL};
     plan_attend(&plan, threads);
 #pragma omp parallel num_threads(threads)
     {

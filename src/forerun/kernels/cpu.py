@@ -138,6 +138,9 @@ class CpuKernels:
     def multiplies(self, kind: str) -> bool:
         return kind == Dense.kind
 
+    def embed(self, ids: Tensor, weight: Matrix) -> Tensor:
+        return weight.embed(ids)
+
     def _linear(
         self, kind: int, x: Tensor, norm: Tensor | None, eps: float, weight: Matrix, bias: Tensor | None, outs: int,
         residual: Tensor | None,
@@ -188,7 +191,7 @@ class CpuKernels:
         self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
         key_pages: Tensor, value_pages: Tensor, batch: Batch,
     ) -> Tensor:
-        heads, kv_heads, dim, window, eps = shape
+        heads, kv_heads, dim, window, eps, interleaved = shape
         tokens = qkv.shape[0]
         y = torch.empty(tokens, heads * dim, dtype=self.dtype)
         table = batch.block_table
@@ -196,7 +199,8 @@ class CpuKernels:
             raise ValueError("qkv, pages and block table must be contiguous")
         if qkv.dtype != self.dtype or key_pages.dtype != self.dtype or table.dtype != torch.int32 or cos.dtype != torch.float32:
             raise TypeError(f"qkv is {qkv.dtype}, pages {key_pages.dtype}, block table {table.dtype}, cos {cos.dtype}")
-        numbers = (ctypes.c_int64 * 8)(tokens, table.shape[0], table.shape[1], key_pages.shape[2], heads, kv_heads, dim, window)
+        rows, width, block = *table.shape, key_pages.shape[2]
+        numbers = (ctypes.c_int64 * 9)(tokens, rows, width, block, heads, kv_heads, dim, interleaved, window)
         self.lib.fr_attend(
             self.wide, qkv.data_ptr(), numbers, eps, cos.data_ptr(), sin.data_ptr(), address(q_norm), address(k_norm),
             key_pages.data_ptr(), value_pages.data_ptr(), batch.positions.data_ptr(), batch.row_start.data_ptr(),
@@ -232,11 +236,11 @@ class Stack:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, first: int = 0, last: int | None = None) -> Tensor:
         """x after the layers first .. last - 1, a new tensor. last None: all layers from first on.  [T,H] -> [T,H]"""
         x = x.clone(memory_format=torch.contiguous_format)
-        heads, kv_heads, dim, _, head_eps = self.shape
+        heads, kv_heads, dim, _, head_eps, interleaved = self.shape
         table = batch.block_table
         if x.dtype != self.dtype or table.dtype != torch.int32 or not table.is_contiguous():
             raise TypeError(f"x is {x.dtype}, block table {table.dtype}")
-        numbers = (ctypes.c_int64 * 7)(x.shape[0], table.shape[0], table.shape[1], self.block, heads, kv_heads, dim)
+        numbers = (ctypes.c_int64 * 8)(x.shape[0], *table.shape, self.block, heads, kv_heads, dim, interleaved)
         self.run(
             self.wide, ctypes.addressof(self.table) + first * LAYER_BYTES, (self.count if last is None else last) - first,
             x.data_ptr(), x.shape[1], self.inner, numbers, self.eps, head_eps, cos.data_ptr(), sin.data_ptr(),

@@ -23,7 +23,7 @@ typedef struct {
     const int64_t *positions;
     const int32_t *row_start, *block_table;
     int64_t tokens, rows, table_width, block_size;
-    int64_t heads, kv_heads, dim, window;
+    int64_t heads, kv_heads, dim, interleaved, window; /* interleaved: neighbours are rotated together, not halves */
     float eps;
     float *partial;   /* the results of chunks, if each chunk is a task of its own; NULL: a task does all chunks of its tile */
     int64_t chunks;   /* how many chunks of each query row partial holds */
@@ -33,6 +33,29 @@ typedef struct {
 /* the first position that a token at this position attends to */
 INLINE int64_t first_seen(const Attend *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
+
+/* The first and the second numbers of `count` <= LANES pairs, from pair `at` on */
+INLINE void get_pairs(const int wide, const void *from, int64_t at, int count, vf *p, vf *q) {
+    if (wide) {
+        vl pairs = {0};
+        memcpy(&pairs, (const float *)from + 2 * at, count * 2 * sizeof(float));
+        *p = (vf)__builtin_convertvector(pairs, vu), *q = (vf)__builtin_convertvector(pairs >> 32, vu);
+    } else {
+        vu pairs = {0};
+        memcpy(&pairs, (const bf16 *)from + 2 * at, count * 2 * sizeof(bf16));
+        *p = (vf)(pairs << 16), *q = (vf)(pairs & 0xffff0000);
+    }
+}
+
+INLINE void put_pairs(const int wide, void *to, int64_t at, vf p, vf q, int count) {
+    if (wide) {
+        vl pairs = __builtin_convertvector((vu)p, vl) | __builtin_convertvector((vu)q, vl) << 32;
+        memcpy((float *)to + 2 * at, &pairs, count * 2 * sizeof(float));
+    } else {
+        vu pairs = __builtin_convertvector(narrow(p), vu) | __builtin_convertvector(narrow(q), vu) << 16;
+        memcpy((bf16 *)to + 2 * at, &pairs, count * 2 * sizeof(bf16));
+    }
 }
 
 /* norm and rotate one head of q or k */
@@ -45,8 +68,12 @@ INLINE void rotate(const int wide, const Attend *a, const void *x, const void *n
     }
     for (int64_t i = 0; i < half; i += LANES) {
         const int m = half - i < LANES ? (int)(half - i) : LANES;
-        vf p = get(wide, x, i, m), q = get(wide, x, half + i, m), cos = get(1, c, i, m), sin = get(1, s, i, m);
-        put(wide, y, i, p * cos - q * sin, m), put(wide, y, half + i, q * cos + p * sin, m);
+        vf p, q, cos = get(1, c, i, m), sin = get(1, s, i, m);
+        if (a->interleaved) get_pairs(wide, x, i, m, &p, &q);
+        else p = get(wide, x, i, m), q = get(wide, x, half + i, m);
+        vf first = p * cos - q * sin, second = q * cos + p * sin;
+        if (a->interleaved) put_pairs(wide, y, i, first, second, m);
+        else put(wide, y, i, first, m), put(wide, y, half + i, second, m);
     }
 }
 

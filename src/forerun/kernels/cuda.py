@@ -73,6 +73,9 @@ class CudaKernels:
     def multiplies(self, kind: str) -> bool:
         return kind == Dense.kind
 
+    def embed(self, ids: Tensor, weight: Matrix) -> Tensor:
+        return weight.embed(ids)
+
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None) -> Tensor:
         if x.shape[0] > self.few:
             return F.linear(self.rms_norm(x, norm, eps), weight.values, bias)
@@ -84,6 +87,8 @@ class CudaKernels:
         self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
         key_pages: Tensor, value_pages: Tensor, batch: Batch,
     ) -> Tensor:
+        if shape.interleaved:
+            raise TypeError("interleaved heads are not rotated on CUDA; put their rows into halves (gguf.pair_halves)")
         given = (qkv, shape, cos, sin, q_norm, k_norm, key_pages, value_pages, batch)
         if self.width is None:
             return attend_ragged(*given)

@@ -28,6 +28,10 @@ def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     return norm * wide.to(x.dtype)
 
 
+def embed(ids: Tensor, weight: Matrix) -> Tensor:
+    return weight.embed(ids)
+
+
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None) -> Tensor:
     return F.linear(rms_norm(x, norm, eps), weight.dense(), bias)
 
@@ -45,11 +49,12 @@ def norm_logits(x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
     return F.linear(rms_norm(x, norm, eps), weight.dense()).float()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [T,heads,D]; cos, sin: [T,D/2] float32, each token's own."""
-    a, b = x.float().chunk(2, -1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary embedding of x [T,heads,D]; cos, sin: [T,D/2] float32, each token's own. interleaved: see AttentionShape."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    return (torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)).to(x.dtype)
 
 
 def attend(
@@ -63,13 +68,13 @@ def attend(
     value_pages: Tensor,
     batch: Batch,
 ) -> Tensor:
-    heads, kv_heads, dim, window, eps = shape
+    heads, kv_heads, dim, window, eps, interleaved = shape
     total, block = qkv.shape[0], key_pages.shape[2]
     q, k, v = qkv.view(total, -1, dim).split((heads, kv_heads, kv_heads), 1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    q = rotate(q, cos[batch.positions], sin[batch.positions])
-    k = rotate(k, cos[batch.positions], sin[batch.positions])
+    q = rotate(q, cos[batch.positions], sin[batch.positions], interleaved)
+    k = rotate(k, cos[batch.positions], sin[batch.positions], interleaved)
 
     out = torch.zeros(total, heads, dim, dtype=qkv.dtype, device=qkv.device)  # padding gets zeros
     starts = batch.row_start.tolist()

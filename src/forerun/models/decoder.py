@@ -73,7 +73,7 @@ class Target:
         self.max_positions = min(max_positions or config.max_positions, config.max_positions)
         self.cos, self.sin = rope.tables(config.rope, config.head_dim, self.max_positions + PADDING, self.device)
         heads = (config.heads, config.kv_heads, config.head_dim)
-        self.shapes = tuple(AttentionShape(*heads, window, config.eps) for window in config.windows)
+        self.shapes = tuple(AttentionShape(*heads, window, config.eps, weights.interleaved) for window in config.windows)
 
     @classmethod
     def load(
@@ -144,7 +144,7 @@ class Target:
             raise ValueError(f"layers {layers}: a model of {count} layers has the hidden states 0 to {count}")
         run_layers = self._bind(run, kv)
         kept: dict[int, Tensor] = {}
-        x = weights.embedding.embed(batch.ids) if x is None else x  # [T,H]
+        x = run.embed(batch.ids, weights.embedding) if x is None else x  # [T,H]
         for first, last in pairwise(sorted({0, *layers, count})):
             kept[first] = x
             x = run_layers(x, batch, first, last)

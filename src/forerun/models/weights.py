@@ -113,13 +113,15 @@ class Layer(NamedTuple):
 
 class Weights(NamedTuple):
     """All weights of a decoder. dtype: the compute dtype, in which activations, norms, biases and the KV cache are. head: the
-    embedding itself if the two are tied, or a view of its first rows (Target.keep_vocabulary)."""
+    embedding itself if the two are tied, or a view of its first rows (Target.keep_vocabulary). interleaved: the rows of q and k
+    lie in the order of llama.cpp (see AttentionShape)."""
 
     dtype: torch.dtype
     embedding: Matrix  # [V,H]
     layers: tuple[Layer, ...]
     norm: Tensor  # [H]
     head: Matrix  # [V,H]
+    interleaved: bool = False
 
     def matrices(self) -> Iterator[Matrix]:
         """Every matrix, once."""
