@@ -4,17 +4,22 @@
     python benchmarks/before_after.py --before ../before --after . [--device cuda] [--out FILE] [--rounds 5]
 
 Each tree runs in a process of its own, which keeps its engines. Both answer the same requests in the order B A A B, after a
-warm-up. Only one process works at a time. Each round has its own prompts, since a single answer may repeat itself by chance. A
-cell's figure is the median of the paired ratios of tokens/s, after over before; the tokens a verify step follow in brackets. On
-the CPU the default model answers texts. On CUDA random weights of real shapes answer random and repeating tokens.
+warm-up. Only one process works at a time. Each round has its own prompts, since a single answer may repeat itself by chance. On
+a CPU the process that is started second is slower, whichever tree it runs. So all cells are measured twice: the processes are
+ended and started again in the other order. A cell's figure is the median of the paired ratios of tokens/s, after over before,
+of both orders. Its 95 % interval follows, then the median of each order, and the tokens a verify step. On the CPU the default
+model answers texts. On CUDA random weights of real shapes answer random and repeating tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.metadata
 import json
+import math
 import os
-import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -22,6 +27,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import scipy.stats
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_cached_requests": 0}
@@ -180,14 +187,63 @@ class Tree:
         rate, length = json.loads(self.child.stdout.readline())
         return rate, length
 
+    def end(self) -> None:
+        self.child.communicate()
+
+
+def measure(trees: dict[str, Tree], cell: Cell, rounds: int) -> dict[str, Any]:
+    """The samples of a cell by tree. The first round is the warm-up."""
+    found: dict[str, Any] = {key: {name: [] for name in trees} for key in ("tokens_per_s", "tokens_per_step")}
+    for i in range(rounds + 1):
+        for name in list(trees) if i % 2 else list(trees)[::-1]:
+            rate, length = trees[name](cell | {"round": i})
+            if i:
+                found["tokens_per_s"][name].append(rate)
+                found["tokens_per_step"][name].append(length)
+    return found
+
+
+def ratios(samples: dict[str, Any]) -> list[float]:
+    return [a / b for a, b in zip(samples["tokens_per_s"]["after"], samples["tokens_per_s"]["before"], strict=True)]
+
+
+def summary(name: str, orders: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a cell and its samples. orders: the samples of each order of starting."""
+    pooled = [ratio for samples in orders for ratio in ratios(samples)]
+    interval = scipy.stats.quantile_test(pooled, p=0.5).confidence_interval()
+    known = [None if math.isnan(end) else end for end in interval]  # too few samples have none
+    return {"cell": name, "ratio": statistics.median(pooled), "interval": known, "orders": orders}
+
+
+def line(found: dict[str, Any]) -> str:
+    """A cell for the terminal."""
+
+    def of(key: str, name: str) -> float:
+        return statistics.median(value for samples in found["orders"] for value in samples[key][name])
+
+    interval = " to ".join("?" if end is None else f"{end:.3f}" for end in found["interval"])
+    each = " ".join(f"{statistics.median(ratios(samples)):.3f}" for samples in found["orders"])
+    rates = " ".join(f"{of('tokens_per_s', name):9.1f}" for name in ("before", "after"))
+    steps = " ".join(f"{of('tokens_per_step', name):.2f}" for name in ("before", "after"))
+    return f"{found['cell']:<50} {rates}  {found['ratio']:.3f} ({interval}) [{each}] ({steps})"
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Date, machine and versions, for the record."""
+    from forerun.bench.records import machine
+
+    versions = machine.versions() | ({"triton": importlib.metadata.version("triton")} if device == "cuda" else {})
+    described = dataclasses.asdict(machine.describe(machine.load_average()))
+    return {"date": time.strftime("%Y-%m-%d"), "machine": described, "versions": versions, "device": device}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--after", type=Path, default=Path())
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="only cells whose name contains this")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each order of starting")
+    parser.add_argument("--only", default="", help="only cells whose name matches this regular expression")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -196,28 +252,20 @@ def main() -> None:
         return
     if given.before is None:
         parser.error("--before: give the tree to compare with, for instance ../before")
-    trees = {"before": Tree(given.before, given.device), "after": Tree(given.after, given.device)}
-    found = []
-    for cell in cells(given.device):
-        if given.only not in cell["name"]:
-            continue
-        samples: dict[str, list[float]] = {name: [] for name in trees}
-        lengths: dict[str, list[float]] = {name: [] for name in trees}
-        for i in range(given.rounds + 1):
-            for name in list(trees) if i % 2 else list(trees)[::-1]:
-                rate, length = trees[name](cell | {"round": i})
-                if i:
-                    samples[name].append(rate)
-                    lengths[name].append(length)
-        ratio = statistics.median(a / b for a, b in zip(samples["after"], samples["before"], strict=True))
-        found.append({"cell": cell["name"], "ratio": ratio, "tokens_per_s": samples, "tokens_per_step": lengths})
-        rates = [statistics.median(samples[name]) for name in trees]
-        steps = [statistics.mean(lengths[name]) for name in trees]
-        print(f"{cell['name']:<55} {rates[0]:9.1f} {rates[1]:9.1f}  {ratio:.3f}  ({steps[0]:.2f} {steps[1]:.2f})", flush=True)
-        if given.out is not None:
-            known = {"date": time.strftime("%Y-%m-%d"), "machine": platform.processor() or platform.machine()}
-            text = json.dumps({**known, "device": given.device, "cells": found}, indent=1)
-            given.out.write_text(text + "\n", encoding="utf-8")
+    paths = {"before": given.before, "after": given.after}
+    chosen = [cell for cell in cells(given.device) if re.search(given.only, cell["name"])]
+    samples: dict[str, list[dict[str, Any]]] = {cell["name"]: [] for cell in chosen}
+    for order in (list(paths), list(paths)[::-1]):
+        trees = {name: Tree(paths[name], given.device) for name in order}
+        for cell in chosen:
+            samples[cell["name"]].append({"started_first": order[0]} | measure(trees, cell, given.rounds))
+            found = [summary(name, orders) for name, orders in samples.items() if orders]
+            print(line(summary(cell["name"], samples[cell["name"]])), flush=True)
+            if given.out is not None:
+                text = json.dumps(environment(given.device) | {"cells": found}, indent=1)
+                given.out.write_text(text + "\n", encoding="utf-8")
+        for tree in trees.values():
+            tree.end()
 
 
 if __name__ == "__main__":
