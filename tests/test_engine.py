@@ -248,6 +248,36 @@ def test_a_stop_ends_the_block_where_it_falls(
     assert it.stats.drafts.accepted == min(len(expected), max_tokens) - (reason == "length" and max_tokens == 2)
 
 
+class Confident(Scripted):
+    """Its confidence follows from the length of the row, so that a test knows it."""
+
+    def propose(self, rows: Rows) -> Draft:
+        length = self.slots.length[rows.slot]
+        return super().propose(rows)._replace(confidence=1 / (length[:, None] + torch.arange(1.0, rows.width + 1)))
+
+
+@LAYOUTS
+def test_the_policy_knows_the_confidence_of_the_draft_at_hand(folder: Path, target: Target, padded: bool) -> None:
+    requests = [request(str(i), prompt) for i, prompt in enumerate(prompts(4))]
+    known = {name: answer.ids for name, answer in run(engine(folder, target), requests).items()}
+    hosted = padded == "hosted"
+    make = lambda state, mirror, *_: Confident(mirror if hosted else state, known, lambda: 2, not hosted)  # noqa: E731
+    it = engine(folder, target, make, padded, speculation=Speculation("ngram", 3))
+    for one in requests:
+        it.add(one)
+    seen = 0
+    while it.has_work:
+        it.step()
+        for sequence in it.scheduler.running:
+            history = sequence.history
+            if history.confidence is not None and history.at_hand:
+                length = len(sequence.ids)
+                expected = [1 / (length + i) for i in range(1, history.at_hand + 1)]
+                assert history.confidence[: history.at_hand] == pytest.approx(expected)
+                seen += 1
+    assert seen > 20
+
+
 @LAYOUTS
 @pytest.mark.parametrize("k", [0, 3, 8])
 def test_stop_strings_across_tokens_and_steps(folder: Path, target: Target, k: int, padded: bool) -> None:

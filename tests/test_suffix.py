@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, deque
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 from forerun.config import Speculation
 from forerun.drafters import Rows
-from forerun.drafters.suffix import HALF, TEXT, Calibration, Node, OwnTree, SharedTree, Suffix, speculate
+from forerun.drafters.suffix import TEXT, Node, OwnTree, SharedTree, Suffix, speculate
 from forerun.engine.state import RowState
 from forerun.types import Request, SamplingParams
 
@@ -36,10 +34,9 @@ def occurs(texts: list[list[int]], stretch: list[int]) -> bool:
     return any(text[i : i + n] == stretch for text in texts for i in range(len(text) - n + 1))
 
 
-def naive_walk(texts: list[list[int]], stretch: list[int], limit: int, min_prob: float) -> tuple[list[int], list[float]]:
+def naive_walk(texts: list[list[int]], stretch: list[int], limit: int, min_prob: float) -> tuple[list[int], float]:
     tokens: list[int] = []
-    probs: list[float] = []
-    prob = 1.0
+    prob, score = 1.0, 0.0
     while len(tokens) < limit:
         found = next_tokens(texts, stretch + tokens)
         if not found:
@@ -49,31 +46,23 @@ def naive_walk(texts: list[list[int]], stretch: list[int], limit: int, min_prob:
         if prob < min_prob:
             break
         tokens.append(token)
-        probs.append(prob)
-    return tokens, probs
+        score += prob
+    return tokens, score
 
 
 def naive(
     own: list[int], shared: list[list[int]], depth: int, k: int, factor: float, min_prob: float
-) -> tuple[list[int], int, float, list[float]]:
-    best: tuple[list[int], int, float, list[float]] = ([], 0, 0.0, [])
+) -> tuple[list[int], int, float]:
+    best: tuple[list[int], int, float] = ([], 0, 0.0)
     for length in range(min(len(own), depth - 1), 0, -1):
         stretch = own[len(own) - length :]
         for texts in ([own], shared):
             if occurs(texts, stretch):
                 limit = min(k, int(factor * length + 1e-6), depth - length)
-                tokens, probs = naive_walk(texts, stretch, limit, min_prob)
-                score = 0.0
-                for prob in probs:
-                    score += prob
+                tokens, score = naive_walk(texts, stretch, limit, min_prob)
                 if score > best[2]:
-                    best = (tokens, length, score, probs)
+                    best = (tokens, length, score)
     return best
-
-
-def guessed(*arguments: Any) -> tuple[list[int], int, float, list[float]]:
-    guess = speculate(*arguments)
-    return guess.tokens, guess.match, guess.score, guess.probs
 
 
 def tree_size(root: Node) -> tuple[int, int]:
@@ -114,8 +103,8 @@ def test_draft_agrees_with_the_definition_after_every_eviction(
         shared.add(output)
         if output:
             held.append(output)
-        assert guessed(tree, shared, k, factor, min_prob) == naive(own, list(held), depth, k, factor, min_prob)
-    assert guessed(tree, None, k, factor, min_prob) == naive(own, [], depth, k, factor, min_prob)
+        assert speculate(tree, shared, k, factor, min_prob) == naive(own, list(held), depth, k, factor, min_prob)
+    assert speculate(tree, None, k, factor, min_prob) == naive(own, [], depth, k, factor, min_prob)
 
 
 @settings(max_examples=150, deadline=None)
@@ -124,7 +113,7 @@ def test_own_tree_grows_token_by_token(text: list[int], depth: int, k: int) -> N
     tree = OwnTree(depth)
     for size, token in enumerate(text, 1):
         tree.append(token)
-        assert guessed(tree, None, k, 1.0, 0.1) == naive(text[:size], [], depth, k, 1.0, 0.1)
+        assert speculate(tree, None, k, 1.0, 0.1) == naive(text[:size], [], depth, k, 1.0, 0.1)
 
 
 @pytest.mark.parametrize("kind", ["copy", "period", "binary", "one token"])
@@ -141,7 +130,7 @@ def test_own_tree_on_long_repetitive_texts(kind: str) -> None:
     for size, token in enumerate(text, 1):
         tree.append(token)
         if size % 3 == 0:
-            assert guessed(tree, None, 24, 1.0, 0.1) == naive(text[:size], [], 24, 24, 1.0, 0.1)
+            assert speculate(tree, None, 24, 1.0, 0.1) == naive(text[:size], [], 24, 24, 1.0, 0.1)
     nodes, leaves = tree_size(tree.root)
     assert nodes <= len(text) and leaves <= len(text)
 
@@ -315,43 +304,3 @@ def test_drafter_follows_the_slots() -> None:
         count = torch.from_numpy(rng.integers(1, 5, 1))
         slots.commit(torch.tensor([0]), new, count)
         text += new[0, : count[0]].tolist()
-
-
-
-def test_confidence_starts_from_the_match_and_follows_what_was_right() -> None:
-    """Two texts: one in which what occurred goes on as before, and one in which it does not."""
-    rng = np.random.default_rng(6)
-    piece = rng.permutation(100)[:40].tolist()
-    for right in (True, False):
-        slots = RowState(1, 800, 1, torch.device("cpu"))
-        suffix = drafter(slots, 0)
-        begin(slots, suffix, 0, [*piece, piece[0], piece[1]], [])
-        rows = Rows(torch.tensor([0]), torch.tensor([2]), 8)
-        draft = suffix.propose(rows)
-        assert draft.confidence is not None and draft.confidence.shape == (1, 8)
-        first, second = 2 / (2 + HALF), 3 / (3 + HALF)
-        assert draft.confidence[0].tolist() == pytest.approx([first, first * second] + [0] * 6)
-        for at in range(1, 19):
-            new = [piece[2 * at], piece[2 * at + 1]] if right else [2000 + at, piece[at], piece[at + 1]]
-            slots.commit(torch.tensor([0]), torch.tensor([new]), torch.tensor([len(new)]))
-            draft = suffix.propose(rows)
-            assert draft.size.tolist() == [2] and draft.confidence is not None
-        assert (draft.confidence[0, :2] > 0.8).all() if right else (draft.confidence[0, :2] < 0.1).all()
-
-
-def test_a_calibration_counts_up_to_the_first_wrong_token_and_the_end_of_the_text() -> None:
-    tree = own_tree([1, 2, 3, 4, 5, 1, 2], 8)
-    guess = speculate(tree, None, 4, 2.0, 0.1)
-    assert (guess.tokens, guess.match) == ([3, 4, 5, 1], 2)
-    for more, right, expected in (
-        ([], [], []),
-        ([3], [2], [2]),
-        ([3, 9], [2], [2, 3]),
-        ([9, 4, 5], [], [2]),
-        ([3, 4, 5, 1, 2], [2, 3, 4, 5], [2, 3, 4, 5]),
-    ):
-        calibration = Calibration(8)
-        calibration.survival(guess, tree.text)
-        calibration.learn(array("i", [*tree.text, *more]))
-        assert calibration.right == [float(n in right) for n in range(8)]
-        assert calibration.expected == [float(n in expected) for n in range(8)]

@@ -28,8 +28,6 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from forerun.config import Speculation
 from forerun.drafters import Needs, Rows, RowState, Stateless
 from forerun.drafters.host import pack
@@ -37,8 +35,6 @@ from forerun.types import Draft, Request
 
 TEXT = 32  # a position is (number of the text << TEXT) + index in it; later texts have larger numbers
 INDEX = (1 << TEXT) - 1
-PRIOR = 4  # tokens that the prior of a calibration counts for
-HALF = 3  # length of a match behind which a path probability is halved, before anything is known
 
 
 class Node:
@@ -80,14 +76,10 @@ def rank(child: Node | int) -> tuple[int, int]:
     return (1, child) if isinstance(child, int) else (child.count, child.at)
 
 
-def walk(
-    texts: dict[int, array[int]], place: Place, limit: int, min_prob: float
-) -> tuple[list[int], float, list[tuple[float, int]]]:
-    """Up to limit tokens behind place along the most frequent children, the sum of their path probabilities, and these
-    themselves: of each edge the probability and how many of the tokens have it."""
+def walk(texts: dict[int, array[int]], place: Place, limit: int, min_prob: float) -> tuple[list[int], float]:
+    """Up to limit tokens behind place along the most frequent children, and the sum of their path probabilities."""
     edge, past = place
     tokens: list[int] = []
-    paths: list[tuple[float, int]] = []
     prob, score = 1.0, 0.0
     while len(tokens) < limit:
         if isinstance(edge, int):
@@ -97,7 +89,6 @@ def walk(
         begin = at & INDEX
         piece = texts[at >> TEXT][begin : begin + min(room, limit - len(tokens))]
         tokens.extend(piece)
-        paths.append((prob, len(piece)))
         for _ in piece:
             score += prob
         if isinstance(edge, int) or not edge.children:
@@ -107,7 +98,7 @@ def walk(
         if prob < min_prob:
             break
         edge, past = child, 0
-    return tokens, score, paths
+    return tokens, score
 
 
 class OwnTree:
@@ -304,18 +295,11 @@ class SharedTree:
 
 
 class Guess(NamedTuple):
-    """A draft, the length of the match that it continues, its score (the sum of its path probabilities), and these as `walk`
-    gives them."""
+    """A draft, the length of the match that it continues, and its score: the sum of its path probabilities."""
 
     tokens: list[int]
     match: int
     score: float
-    paths: list[tuple[float, int]]
-
-    @property
-    def probs(self) -> list[float]:
-        """The path probability of each token."""
-        return [prob for prob, count in self.paths for _ in range(count)]
 
 
 def speculate(own: OwnTree, shared: SharedTree | None, k: int, factor: float, min_prob: float) -> Guess:
@@ -324,7 +308,7 @@ def speculate(own: OwnTree, shared: SharedTree | None, k: int, factor: float, mi
     sources = [(own.texts, own.matches())]
     if shared is not None:
         sources.append((shared.texts, shared.matches(own.text[1 - depth :])))
-    best = Guess([], 0, 0.0, [])
+    best = Guess([], 0, 0.0)
     for length in range(max(len(places) for _, places in sources), 0, -1):
         limit = min(k, int(factor * length + 1e-6))
         if limit <= best.score:  # no probability exceeds 1, and shorter matches may draft no more than this
@@ -332,46 +316,10 @@ def speculate(own: OwnTree, shared: SharedTree | None, k: int, factor: float, mi
         room = min(limit, depth - length)
         for texts, places in sources:
             if length <= len(places) and room > best.score:
-                tokens, score, paths = walk(texts, places[length - 1], room, min_prob)
+                tokens, score = walk(texts, places[length - 1], room, min_prob)
                 if score > best.score:
-                    best = Guess(tokens, length, score, paths)
+                    best = Guess(tokens, length, score)
     return best
-
-
-class Calibration:
-    """How far the path probabilities of one request's drafts hold. A stretch that occurred once is always followed by the same
-    token in the tree, and often by another one in the text, the more often the shorter the match. So for every length of
-    a match the tokens that were right are counted, and how many the path probabilities expected; drafts that were not verified
-    count as well."""
-
-    def __init__(self, depth: int) -> None:
-        self.right, self.expected = [0.0] * depth, [0.0] * depth
-        self.guess, self.start = Guess([], 0, 0.0, []), 0  # the last draft and the length of the text then
-
-    def learn(self, text: array[int]) -> None:
-        """Compare the last draft with the text that has come since."""
-        before = 1.0
-        found = text[self.start : self.start + len(self.guess.tokens)]
-        for length, prob, token, true in zip(
-            range(self.guess.match, len(self.right)), self.guess.probs, self.guess.tokens, found, strict=False
-        ):
-            self.expected[length] += prob / before
-            if token != true:
-                break
-            self.right[length] += 1
-            before = prob
-
-    def survival(self, guess: Guess, text: array[int]) -> list[float]:
-        """Of each token of a draft behind the text the probability that it and all before it are right."""
-        self.guess, self.start = guess, len(text)
-        survival, chance, before = [], 1.0, 1.0
-        for length, prob in enumerate(guess.probs, guess.match):
-            prior = length / (length + HALF)
-            rate = (self.right[length] + PRIOR * prior) / (self.expected[length] + PRIOR)
-            chance *= min(rate, 1.0) * prob / before
-            before = prob
-            survival.append(chance)
-        return survival
 
 
 class Suffix(Stateless):
@@ -387,36 +335,29 @@ class Suffix(Stateless):
         self.cached = speculation.suffix_decoding_max_cached_requests
         self.shared = SharedTree(self.depth, self.cached) if self.cached else None
         self.own: dict[int, OwnTree] = {}
-        self.calibration: dict[int, Calibration] = {}
         self.prompt_size: dict[int, int] = {}
 
     def admit(self, slot: int, request: Request) -> None:
-        self.own[slot], self.calibration[slot] = OwnTree(self.depth), Calibration(self.depth)
+        self.own[slot] = OwnTree(self.depth)
         self.prompt_size[slot] = len(request.prompt_ids)
 
     def release(self, slot: int, finished: bool) -> None:
         if finished and self.shared is not None:
             self.shared.add(self.state.history(slot)[self.prompt_size[slot] :].tolist())
-        del self.own[slot], self.calibration[slot], self.prompt_size[slot]
+        del self.own[slot], self.prompt_size[slot]
 
     def restart(self) -> None:
         """The shared tree may be half written, so a new one takes its place."""
         self.shared = SharedTree(self.depth, self.cached) if self.cached else None
-        self.own, self.calibration, self.prompt_size = {}, {}, {}
+        self.own, self.prompt_size = {}, {}
 
     def propose(self, rows: Rows) -> Draft:
-        drafts, confidence = [], torch.zeros(len(rows.slot), rows.width)
-        for row, (slot, k) in enumerate(zip(rows.slot.tolist(), rows.k.tolist(), strict=True)):
-            tokens, survival = self._draft(slot, k) if k else ([], [])
-            drafts.append(tokens)
-            confidence[row, : len(tokens)] = torch.tensor(survival)
-        return pack(drafts, rows.width, self.vocab)._replace(confidence=confidence)
+        drafts = [self._draft(slot, k) if k else [] for slot, k in zip(rows.slot.tolist(), rows.k.tolist(), strict=True)]
+        return pack(drafts, rows.width, self.vocab)
 
-    def _draft(self, slot: int, k: int) -> tuple[list[int], list[float]]:
-        """At most k tokens behind the slot's committed ones, and their survival probabilities."""
-        own, calibration = self.own[slot], self.calibration[slot]
+    def _draft(self, slot: int, k: int) -> list[int]:
+        """At most k tokens behind the slot's committed ones."""
+        own = self.own[slot]
         for token in self.state.history(slot)[len(own.text) :].tolist():
             own.append(token)
-        calibration.learn(own.text)
-        guess = speculate(own, self.shared, k, self.factor, self.min_prob)
-        return guess.tokens, calibration.survival(guess, own.text)
+        return speculate(own, self.shared, k, self.factor, self.min_prob).tokens
