@@ -189,7 +189,7 @@ def test_no_step_waits_for_the_device(models: Models, method: str, temperatures:
     it = engine(target, METHODS[method], models.load("drafter", dtype, device), adaptive_drafts=False)
     features = it._step.cycle.served(Features(sampled=any(temperatures)))
     widths = step_widths(it._step.cycle.width)  # both, so that no step of the steady state has to be captured
-    it._step.runner.warm_up([decode_key(ROWS, width, None, features) for width in widths], whole=False)
+    it._step.runner.warm_up([decode_key(ROWS, width, None, features) for width in widths], complete=False)
     for one in asked:
         it.add(one)
     tokens = 0

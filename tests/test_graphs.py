@@ -46,14 +46,14 @@ class Again:
         report = self.work()
         for old, new in zip(self.report[:2], report[:2], strict=True):
             old.copy_(new)
-        for old, new in zip(self.report.noted or (), report.noted or (), strict=True):
+        for old, new in zip(self.report.logprobs or (), report.logprobs or (), strict=True):
             old.copy_(new)
 
 
 def copied(report: Report) -> Report:
     """A copy, as the transfer to the host makes one on a GPU."""
-    noted = report.noted and tuple(part.clone() for part in report.noted)
-    return Report(report.tokens.clone(), report.counts.clone(), noted)  # type: ignore[arg-type]
+    logprobs = report.logprobs and tuple(part.clone() for part in report.logprobs)
+    return Report(report.tokens.clone(), report.counts.clone(), logprobs)  # type: ignore[arg-type]
 
 
 class Repeated(Graphs):

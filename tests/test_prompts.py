@@ -161,8 +161,8 @@ def test_empty_rows_and_padding_leave_no_trace(target: Target, kernels: str, emp
     assert torch.equal(padded.tokens[real], report.tokens[told]) and torch.equal(padded.counts[real], report.counts[told])
     assert padded.counts[real].tolist() == [[1, 0, 0, 0, 0]] * 3
     assert padded.counts[[i for i in range(len(rows)) if i not in real]].eq(0).all()
-    assert padded.noted is not None and report.noted is not None
-    torch.testing.assert_close(padded.noted[0][real], report.noted[0][told])
+    assert padded.logprobs is not None and report.logprobs is not None
+    torch.testing.assert_close(padded.logprobs[0][real], report.logprobs[0][told])
     assert torch.equal(got.slots.length, want.slots.length) and got.slots.length.tolist() == [31, 10, 42, 77, 5, 1]
     assert torch.equal(got.slots.active, want.slots.active)
     assert torch.equal(got.slots.tokens[:5], want.slots.tokens[:5])

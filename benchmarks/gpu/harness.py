@@ -133,7 +133,7 @@ def capture(it: Engine, rows: int, features: Features | None = None) -> None:
     """Capture the steps of `rows` rows, with drafts and without."""
     cycle = it._step.cycle
     served = cycle.served(features or Features())
-    it._step.runner.warm_up([decode_key(rows, width, None, served) for width in step_widths(cycle.width)], whole=False)
+    it._step.runner.warm_up([decode_key(rows, width, None, served) for width in step_widths(cycle.width)], complete=False)
 
 
 def median_ms(launch: Callable[[], Any], repeat: int, before: Callable[[], Any] = lambda: None) -> float:

@@ -61,13 +61,13 @@ def decode_key(rows: int, width: int, drafts: int | None = None, features: Featu
 
 class Report(NamedTuple):
     """What a launch tells the host. tokens: [B,W+1]; counts: [B,5], tokens committed, drafted, accepted, 1 if broken logits
-    ended the row after them, and the size of the next draft; noted: logprobs of the tokens [B,W+1] with ids and values of the
+    ended the row after them, and the size of the next draft; logprobs: of the tokens [B,W+1], with ids and values of the
     likeliest [B,W+1,top], None if no request wants them; confidence: [B,K] float32, survival probabilities of the next draft,
     None if the drafter gives none."""
 
     tokens: Tensor
     counts: Tensor
-    noted: tuple[Tensor, Tensor, Tensor] | None = None
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
     confidence: Tensor | None = None
 
 
@@ -135,14 +135,14 @@ class Cycle:
         tokens, verdict = self._verify(key, layout, seen.logits)
         block = (layout.slot, layout.draft, tokens, verdict)
         counts = commit_on_host(self.state, *block) if key.layout == EXACT else self._commit(*block)
-        noted = self._note(key, layout, seen.logits, tokens)
+        logprobs = self._logprobs(key, layout, seen.logits, tokens)
         verified = time.perf_counter()
         confidence = None
         if self.drafter is not None:
             self.drafter.observe(Observed(layout.rows, layout.batch, layout.pending, counts[:, 0], seen.hidden))
             confidence = self._draft(key, layout, counts)
         self.times = Times(time.perf_counter() - verified, computed - start, verified - computed)
-        return Report(tokens, counts, noted, confidence)
+        return Report(tokens, counts, logprobs, confidence)
 
     # Lay out
 
@@ -288,8 +288,8 @@ class Cycle:
         """The target's distribution at each position, [N,V]."""
         return self.sampling.probs(shaped, owner, key.features)
 
-    def _note(self, key: Key, layout: Layout, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Report.noted for these tokens [B,W+1]."""
+    def _logprobs(self, key: Key, layout: Layout, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Report.logprobs for these tokens [B,W+1]."""
         if key.top < 0:
             return None
         chosen, ids, values = logprobs(self._block(layout, logits).flatten(0, 1), tokens.flatten(), key.top)

@@ -68,13 +68,10 @@ def measure_costs(cycle: Cycle, longest: int, kv_tokens: int) -> Costs:
 
     @torch.inference_mode()
     def run(positions: int, behind: int) -> None:
-        state.block_table[dummy[0], : len(pages)] = pages if behind else 0
         target.forward(state.batch(dummy, np.array([behind]), np.array([positions]), np.arange(positions)), kv)
 
-    try:
+    with state.dummy_sequence(context + 1, pages):
         return Costs(step_costs(target, run, most, context))
-    finally:
-        state.block_table[dummy[0]] = 0
 
 
 def captures(target: Target) -> bool:

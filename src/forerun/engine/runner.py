@@ -33,8 +33,8 @@ class Runner(Protocol):
     def cost(self, keys: Sequence[Key], context: float) -> list[float]:
         """Seconds of each launch, NaN if unknown. keys: without sampling; context: mean tokens of a row."""
 
-    def warm_up(self, keys: Iterable[Key], whole: bool = True) -> None:
-        """Before the first request: make these launches ready and time them. whole: these are all common launches."""
+    def warm_up(self, keys: Iterable[Key], complete: bool = True) -> None:
+        """Before the first request: make these launches ready and time them. complete: these are all common launches."""
 
 
 class Eager:
@@ -55,8 +55,8 @@ class Eager:
             return [nan] * len(keys)
         return self.costs(np.array([key.tokens for key in keys]), keys[0].rows, context).tolist()
 
-    def warm_up(self, keys: Iterable[Key], whole: bool = True) -> None:
-        if whole and self._measure is not None:
+    def warm_up(self, keys: Iterable[Key], complete: bool = True) -> None:
+        if complete and self._measure is not None:
             self.costs = self._measure()
 
 
@@ -99,10 +99,10 @@ class Graphs:
         graph.replay()
         return report
 
-    def warm_up(self, keys: Iterable[Key], whole: bool = True) -> None:
+    def warm_up(self, keys: Iterable[Key], complete: bool = True) -> None:
         for key in keys:
             self.capture(key)
-        self._warm = whole
+        self._warm = complete
 
     @torch.inference_mode()
     def capture(self, key: Key) -> None:
@@ -158,20 +158,11 @@ class Graphs:
     def _at_context(self, graph: torch.cuda.CUDAGraph, context: int) -> float:
         """Time replays in which all rows are a sequence of this length in the dummy slot. It reads any pages there are and
         writes into page 0. (A drafter with a cache of its own starts one position earlier, so the last page is 0 too.)"""
-        state, kv, dummy = self.cycle.state, self.cycle.kv, self.cycle.state.dummy
+        kv = self.cycle.kv
         whole = context // kv.block_size  # pages
-        some = torch.arange(max(whole - 1, 0), dtype=torch.int32, device=self.device) % max(kv.pages - 1, 1)
-        state.block_table[dummy, : len(some)] = 1 + some
-        state.length[dummy] = whole * kv.block_size + 1
-        state.limit[dummy] = state.tokens.shape[1] - state.draft.shape[1] - 1
-        state.active[dummy] = True
-        try:
+        pages = 1 + torch.arange(max(whole - 1, 0), dtype=torch.int32, device=self.device) % max(kv.pages - 1, 1)
+        with self.cycle.state.dummy_sequence(whole * kv.block_size + 1, pages):
             return self._time(graph)
-        finally:
-            state.active[dummy] = False
-            state.draft_size[dummy] = 0
-            state.length[dummy] = 1
-            state.block_table[dummy] = 0
 
     @staticmethod
     def _time(graph: torch.cuda.CUDAGraph) -> float:

@@ -8,7 +8,8 @@ writes all admissions and releases. cycle.py and scheduler.py decide what a step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -90,6 +91,23 @@ class RowState:
         if new:
             slot, at, page = send(np.array(new, dtype=np.int64).T.copy(), self.tokens.device)
             self.block_table[slot, at] = page.int()
+
+    @contextmanager
+    def dummy_sequence(self, length: int, pages: Tensor) -> Iterator[None]:
+        """Meanwhile the dummy slot is a sequence of `length` tokens, far from its limit, so that steps can be timed. pages:
+        int32, the first of its block table; the others are the dummy page."""
+        dummy = self.dummy
+        self.block_table[dummy, : len(pages)] = pages
+        self.length[dummy] = length
+        self.limit[dummy] = self.tokens.shape[1] - self.draft.shape[1] - 1
+        self.active[dummy] = True
+        try:
+            yield
+        finally:
+            self.active[dummy] = False
+            self.draft_size[dummy] = 0
+            self.length[dummy] = 1
+            self.block_table[dummy] = 0
 
     def catch_up(self, slot: int, ids: list[int]) -> None:
         """Append to a slot's committed tokens those of `ids` that it does not have yet. For a state on the CPU."""

@@ -67,7 +67,7 @@ class Step:
 
     def warm_up_largest(self) -> None:
         """Make the launches ready that take most memory. All others fit into it."""
-        self.runner.warm_up(self.layout.largest(), whole=False)
+        self.runner.warm_up(self.layout.largest(), complete=False)
 
     def admit(self, sequence: Sequence) -> None:
         """The sequence got a slot. The next launch writes it to the state."""
@@ -124,9 +124,9 @@ class Step:
     @staticmethod
     def _receive(report: Report) -> Report:
         """Start the copy of a report to the host."""
-        noted = None if report.noted is None else tuple(receive(part) for part in report.noted)
+        logprobs = None if report.logprobs is None else tuple(receive(part) for part in report.logprobs)
         confidence = None if report.confidence is None else receive(report.confidence)
-        return Report(receive(report.tokens), receive(report.counts), noted, confidence)  # type: ignore[arg-type]
+        return Report(receive(report.tokens), receive(report.counts), logprobs, confidence)  # type: ignore[arg-type]
 
     def read(self, step: InFlight) -> Iterator[Committed]:
         """Wait for a step, then yield what it did to each row, and update the acceptance histories. To be called once."""
@@ -143,15 +143,15 @@ class Step:
                     history = row.sequence.history
                     history.learn(drafted, accepted, found)
                     history.confidence = confidence and confidence[i]
-                noted = self._logprobs(row, report, i, count) if report.noted is not None else []
-                yield Committed(row, block[:count], drafted, accepted, noted, broken > 0)
+                logprobs = self._logprobs(row, report, i, count) if report.logprobs is not None else []
+                yield Committed(row, block[:count], drafted, accepted, logprobs, broken > 0)
 
     @staticmethod
     def _logprobs(row: PlanRow, report: Report, i: int, count: int) -> list[Logprob]:
         top = row.sequence.request.params.logprobs
-        if top is None or report.noted is None:
+        if top is None or report.logprobs is None:
             return []
-        chosen, ids, values = (part[i, :count].tolist() for part in report.noted)
+        chosen, ids, values = (part[i, :count].tolist() for part in report.logprobs)
         tokens = report.tokens[i, :count].tolist()
         return [
             Logprob(token, value, tuple(zip(top_ids[:top], top_values[:top], strict=True)))
