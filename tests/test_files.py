@@ -259,14 +259,15 @@ def test_a_gguf_with_bytes_turned(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_ends_that_a_gguf_tells(folder: Path, tmp_path: Path, own_cache: Path) -> None:
-    """eos, eot and eom are all stop ids, with and without each other; add_eos_token is done."""
-    for ends in ({"eos": 2}, {"eos": 2, "eot": 0}, {"eot": 0}, {"eos": 2, "eot": 2, "eom": 1}, {}):
+    """eos, eot and eom are all stop ids, with and without each other, beside <|endoftext|> and <|im_end|>; add_eos_token is
+    done."""
+    for ends in ({"eos": 2}, {"eos": 2, "eot": 0}, {"eot": 0}, {"eos": 2, "eot": 5, "eom": 1}, {}):
         def put(fields: dict[str, Any], ends: dict[str, int] = ends) -> None:
             del fields["tokenizer.ggml.eos_token_id"]
             fields |= {f"tokenizer.ggml.{name}_token_id": value_of(token) for name, token in ends.items()}
 
         converted = hub.resolve(write_gguf(tmp_path / "a.gguf", folder, edit=put), silent)
-        assert set(load(converted).config.eos_ids) == set(ends.values())
+        assert set(load(converted).config.eos_ids) == {0, 2, *ends.values()}
     both = {"tokenizer.ggml.add_bos_token": value_of(True), "tokenizer.ggml.add_eos_token": value_of(True)}
     converted = hub.resolve(write_gguf(tmp_path / "a.gguf", folder, edit=lambda fields: fields.update(both)), silent)
     plain = Tokenizer(folder).encode("the thing")
