@@ -12,12 +12,18 @@
 const char *fr_isa(void) { return ISA; }
 
 /* One linear layer. wide, here and below: float32 instead of bfloat16. */
-void fr_linear(int wide, int kind, const void *x, int64_t tokens, int64_t k, const void *norm, float eps, const void *w,
+void fr_linear(int wide, int kind, const void *x, int64_t tokens, int64_t k, const void *norm, float eps, const Matrix *w,
                const void *bias, int64_t outs, const void *residual, void *y, int threads) {
     Linear a = {kind, x, norm, w, bias, residual, eps, tokens, k, outs, y};
     void *room = scratch(2, room_for(tokens, k));
 #pragma omp parallel num_threads(threads)
     linear_team(wide, team(), &a, room);
+}
+
+/* The rows of these ids of a part in blocks, as numbers: an embedding. */
+void fr_embed(int wide, const Part *part, int64_t k, const int64_t *ids, int64_t count, void *y) {
+    if (wide) expand_rows(1, part, k, ids, count, y);
+    else expand_rows(0, part, k, ids, count, y);
 }
 
 void fr_rms_norm(int wide, const void *x, int64_t tokens, int64_t k, const void *norm, float eps, void *y, int threads) {
@@ -49,7 +55,8 @@ void fr_attend(int wide, const void *qkv, const int64_t *shape, float eps, const
 }
 
 typedef struct {
-    const void *attention_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;
+    Matrix qkv, out, gate_up, down;
+    const void *attention_norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *mlp_norm;
     void *key_pages, *value_pages;
     int64_t window;
 } Layer;
@@ -78,16 +85,16 @@ void fr_layers(int wide, const Layer *layers, int64_t count, void *x, int64_t hi
             a.q_norm = l->q_norm, a.k_norm = l->k_norm, a.key_pages = l->key_pages, a.value_pages = l->value_pages;
             a.window = l->window, a.next = next + i;
             linear_team(wide, me,
-                        &(Linear){PLAIN, x, l->attention_norm, l->qkv, l->qkv_bias, NULL, eps, tokens, hidden, stacked, qkv}, room);
+                        &(Linear){PLAIN, x, l->attention_norm, &l->qkv, l->qkv_bias, NULL, eps, tokens, hidden, stacked, qkv}, room);
             BARRIER
             attend_team(wide, me, &a);
             BARRIER
-            linear_team(wide, me, &(Linear){ADD, mixed, NULL, l->out, l->out_bias, x, 0, tokens, width, hidden, x}, room);
+            linear_team(wide, me, &(Linear){ADD, mixed, NULL, &l->out, l->out_bias, x, 0, tokens, width, hidden, x}, room);
             BARRIER
-            linear_team(wide, me, &(Linear){GATE_UP, x, l->mlp_norm, l->gate_up, NULL, NULL, eps, tokens, hidden, inner, act},
+            linear_team(wide, me, &(Linear){GATE_UP, x, l->mlp_norm, &l->gate_up, NULL, NULL, eps, tokens, hidden, inner, act},
                         room);
             BARRIER
-            linear_team(wide, me, &(Linear){ADD, act, NULL, l->down, NULL, x, 0, tokens, inner, hidden, x}, room);
+            linear_team(wide, me, &(Linear){ADD, act, NULL, &l->down, NULL, x, 0, tokens, inner, hidden, x}, room);
             BARRIER
         }
     }

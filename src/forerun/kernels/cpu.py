@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, reference
+from forerun.models.blocks import FORMATS, Blocks
 from forerun.models.weights import Dense, Layer, Matrix
 from forerun.types import require
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-w")
-AVX2 = ("-mavx2", "-mfma")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 ISAS = {  # the compiler's flags for each instruction set, the best first; cpu_vectors.h chooses its code by them
-    "avx512bf16": (*AVX512, "-mavx512bf16"),
+    "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
     "avx512": AVX512,
     "avx2": AVX2,
     "portable": () if platform.machine() in ("x86_64", "AMD64") else ("-march=native",),
@@ -36,7 +37,8 @@ ISAS = {  # the compiler's flags for each instruction set, the best first; cpu_v
 SETTING = "FORERUN_CPU_ISA"
 
 PLAIN, ADD, GATE_UP, LOGITS = range(4)  # the same enum as in cpu_linear.h
-LAYER_BYTES = 13 * 8  # the size of struct Layer in cpu.c
+PARTS = 3  # of struct Matrix in cpu_blocks.h
+LAYER_BYTES = (4 * (1 + 3 * PARTS) + 9) * 8  # the size of struct Layer in cpu.c
 
 
 def cache_folder() -> Path:
@@ -121,6 +123,24 @@ def library(isa: str) -> ctypes.CDLL:
     return lib
 
 
+def described(matrix: Matrix, dtype: torch.dtype, parts: int = 1) -> list[int]:
+    """The numbers of struct Matrix in cpu_blocks.h. parts: equal parts in which the kernels want a matrix that is in blocks.
+    Raises TypeError for values that the kernels do not read."""
+    if matrix.kind == Dense.kind:
+        values = matrix.values
+        if values.dtype != dtype or not values.is_contiguous():
+            raise TypeError(f"weight must be contiguous {dtype}, not {values.dtype} with strides {values.stride()}")
+        found = [(0, matrix.rows, values.data_ptr())]
+    else:
+        assert isinstance(matrix, Blocks)
+        cut = [part for piece in matrix.split((matrix.rows // parts,) * parts) for part in piece.parts]
+        if len(cut) > PARTS or (parts > 1 and len(cut) != parts) or not all(part.data.is_contiguous() for part in cut):
+            raise TypeError(f"the kernels take at most {PARTS} contiguous parts, {parts} of equal size: {matrix.parts}")
+        found = [(1 + FORMATS.index(part.format), len(part.data), part.data.data_ptr()) for part in cut]
+    found += [(0, 0, 0)] * (PARTS - len(found))
+    return [sum(1 for part in found if part[1]), *(number for part in found for number in part)]
+
+
 def address(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
@@ -136,7 +156,7 @@ class CpuKernels:
         self.isa = lib.fr_isa().decode()
 
     def multiplies(self, kind: str) -> bool:
-        return kind == Dense.kind
+        return kind in (Dense.kind, Blocks.kind)
 
     def embed(self, ids: Tensor, weight: Matrix) -> Tensor:
         return weight.embed(ids)
@@ -147,12 +167,13 @@ class CpuKernels:
     ) -> Tensor:
         tokens, k = x.shape
         y = torch.empty(tokens, outs, dtype=torch.float32 if kind == LOGITS else self.dtype)
-        w = weight.values
-        for name, t in (("x", x), ("norm", norm), ("weight", w), ("bias", bias), ("residual", residual)):
+        matrix = described(weight, self.dtype, 2 if kind == GATE_UP else 1)
+        for name, t in (("x", x), ("norm", norm), ("bias", bias), ("residual", residual)):
             if t is not None and (t.dtype != self.dtype or not t.is_contiguous()):
                 raise TypeError(f"{name} must be contiguous {self.dtype}, not {t.dtype} with strides {t.stride()}")
         self.lib.fr_linear(
-            self.wide, kind, x.data_ptr(), tokens, k, address(norm), eps, w.data_ptr(), address(bias), outs,
+            self.wide, kind, x.data_ptr(), tokens, k, address(norm), eps, (ctypes.c_int64 * len(matrix))(*matrix),
+            address(bias), outs,
             address(residual), y.data_ptr(), torch.get_num_threads(),
         )
         return y
@@ -221,8 +242,9 @@ class Stack:
     ) -> None:
         pointers = []
         for layer, shape, k, v in zip(layers, shapes, keys, values, strict=True):
-            tensors = (layer.attention_norm, layer.qkv.values, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out.values,
-                       layer.out_bias, layer.mlp_norm, layer.gate_up.values, layer.down.values, k, v)
+            for matrix in layer.matrices():
+                pointers += described(matrix, kernels.dtype, 2 if matrix is layer.gate_up else 1)
+            tensors = (layer.attention_norm, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out_bias, layer.mlp_norm, k, v)
             for t in tensors:
                 if t is not None and (t.dtype != kernels.dtype or not t.is_contiguous()):
                     raise TypeError(f"weights and pages must be contiguous {kernels.dtype}, not {t.dtype}")

@@ -5,11 +5,9 @@
  * time: as pairs with DOT_BF16, else first the even elements and then the odd ones, which a shift and a mask separate.
  */
 #pragma once
-#include "cpu_team.h"
-#include "cpu_vectors.h"
+#include "cpu_blocks.h"
 
 enum { SLAB = 64 };     /* tokens that use a block of weights while it is in the cache */
-enum { LEAD = 8192 };   /* weights are prefetched at least this many bytes before their use */
 enum { SHARED = 16 };   /* from this many tokens on, the team splits the preparation of x; below, each thread does all of it */
 enum { STEP = 2 * LANES };
 enum { BF16_LINES = 4 * STEP * sizeof(bf16) / 64 }; /* cache lines of one step of 4 rows */
@@ -40,7 +38,9 @@ enum { PLAIN, ADD, GATE_UP, LOGITS };
 
 typedef struct {
     int kind;
-    const void *x, *norm, *w, *bias, *residual; /* norm, bias: may be NULL */
+    const void *x, *norm;
+    const Matrix *w;
+    const void *bias, *residual; /* norm, bias: may be NULL */
     float eps;
     int64_t tokens, k, outs;
     void *y; /* float32 for LOGITS */
@@ -272,14 +272,29 @@ INLINE size_t room_for(int64_t tokens, int64_t k) {
     return tokens < SHARED ? 0 : (size_t)((tokens < SLAB ? tokens : SLAB) * stride_of(k)) * sizeof(float);
 }
 
+/* Store outputs o .. o + m - 1 of n tokens from token `first` on. sums [n][LANES]; up: the same of the other half of GATE_UP */
+INLINE void finish_rows(const int wide, const Linear *a, int64_t first, int64_t n, int64_t o, int m, const float *sums,
+                        const float *up) {
+    const vf bias = a->bias ? get(wide, a->bias, o, m) : (vf){0};
+    for (int64_t t = 0; t < n; t++) {
+        const int64_t at = (first + t) * a->outs + o;
+        vf v = load(sums + t * LANES);
+        if (a->kind == GATE_UP) v = silu(v) * load(up + t * LANES);
+        if (a->bias) v += bias;
+        if (a->kind == ADD) v += get(wide, a->residual, at, m);
+        put(wide || a->kind == LOGITS, a->y, at, v, m);
+    }
+}
+
 INLINE void linear_as(const int wide, Team me, const Linear *a, void *room) {
     const int form = wide ? FLOAT : DOT_BF16 ? PAIRS : BF16, parts = a->kind == GATE_UP ? 2 : 1;
     const int64_t k = a->k, outs = a->outs, size = wide ? 4 : 2, stride = stride_of(k);
+    const char *all = a->w->part[0].data;
     int64_t low, high;
     share(me, (outs + 3) / 4, &low, &high);
     low *= 4, high = high * 4 < outs ? high * 4 : outs;
     if (low < high) /* prefetch the first weights while x is prepared */
-        for (int i = 0; i < 128; i++) fetch((const char *)a->w + low * k * size + 64 * i);
+        for (int i = 0; i < 128; i++) fetch(all + low * k * size + 64 * i);
 
     const int lead = 1 + (int)(LEAD / (4 * size) / k); /* blocks */
     const int direct = !a->norm && k == stride && form != BF16, shared = !direct && a->tokens >= SHARED;
@@ -305,28 +320,55 @@ INLINE void linear_as(const int wide, Team me, const Linear *a, void *room) {
             const int m = (int)(high - o < LANES ? high - o : LANES);
             for (int part = 0; part < parts; part++)
                 for (int b = 0; b < m; b += 4) {
-                    const char *w = (const char *)a->w + (part * outs + o + b) * k * size;
+                    const char *w = all + (part * outs + o + b) * k * size;
                     int64_t later = (part * LANES + b) / 4 + lead, ahead = later / (LANES / 4); /* groups of LANES rows */
                     int64_t at = ahead % parts * outs + o + ahead / parts * LANES + later % (LANES / 4) * 4;
                     block(wide, n, w, m - b < 4 ? m - b : 4, k, x, stride, sums[part] + b,
-                          (const char *)a->w + at * k * size, tile);
+                          all + at * k * size, tile);
                 }
-            vf bias = a->bias ? get(wide, a->bias, o, m) : (vf){0};
-            for (int j = 0; j < n; j++) {
-                int64_t at = (slab + j) * outs + o;
-                vf v = load(sums[0] + j * LANES);
-                if (a->kind == GATE_UP) v = silu(v) * load(sums[1] + j * LANES);
-                if (a->bias) v += bias;
-                if (a->kind == ADD) v += get(wide, a->residual, at, m);
-                put(wide || a->kind == LOGITS, a->y, at, v, m);
-            }
+            finish_rows(wide, a, slab, n, o, m, sums[0], sums[1]);
         }
     }
 }
 
-static void linear_bf16(Team me, const Linear *a, void *room) { linear_as(0, me, a, room); }
-static void linear_float(Team me, const Linear *a, void *room) { linear_as(1, me, a, room); }
+/* the same with weights in blocks. GATE_UP: the matrix has two parts, gate and up */
+INLINE void linear_blocks(const int wide, Team me, const Linear *a, void *room) {
+    const int64_t k = a->k;
+    const int pair = a->kind == GATE_UP, shared = a->tokens >= SHARED;
+    int64_t groups = 0, low, high;
+    for (int p = 0; p < (pair ? 1 : a->w->parts); p++) groups += (a->w->part[p].rows + LANES - 1) / LANES;
+    share(me, groups, &low, &high);
+    float *sums = scratch(0, 2 * BLOCK_SLAB * LANES * sizeof(float) + (shared ? 0 : quants_room(a->tokens, k)));
+    float *second = sums + BLOCK_SLAB * LANES;
+    for (int64_t slab = 0; slab < a->tokens; slab += BLOCK_SLAB) {
+        const int64_t n = a->tokens - slab < BLOCK_SLAB ? a->tokens - slab : BLOCK_SLAB;
+        const Quants x = quants_in(shared ? room : (char *)(second + BLOCK_SLAB * LANES), n, k);
+        int64_t from = 0, to = n;
+        if (shared) {
+            share(me, n, &from, &to);
+            if (slab) { BARRIER } /* all threads are done with the last slab */
+        }
+        for (int64_t t = from; t < to; t++)
+            quantise(wide, (const char *)a->x + (slab + t) * k * (wide ? 4 : 2), a->norm, a->eps, k, &x, t);
+        if (shared) { BARRIER }
+        const Part *part = a->w->part;
+        int64_t row = low * LANES, before = 0; /* row: in the part; before: rows of the parts before it */
+        for (int64_t g = low; g < high; g++, row += LANES) {
+            while (row >= part->rows) row -= (part->rows + LANES - 1) / LANES * LANES, before += part->rows, part++;
+            multiply_rows(part, row, k, &x, sums);
+            if (pair) multiply_rows(part + 1, row, k, &x, second);
+            finish_rows(wide, a, slab, n, before + row, part->rows - row < LANES ? (int)(part->rows - row) : LANES, sums, second);
+        }
+    }
+}
+
+#define LINEAR(name, function, wide) \
+    static __attribute__((noinline)) void name(Team me, const Linear *a, void *room) { function(wide, me, a, room); }
+LINEAR(dense_bf16, linear_as, 0)
+LINEAR(dense_float, linear_as, 1)
+LINEAR(blocks_bf16, linear_blocks, 0)
+LINEAR(blocks_float, linear_blocks, 1)
 INLINE void linear_team(const int wide, Team me, const Linear *a, void *room) {
-    if (wide) linear_float(me, a, room);
-    else linear_bf16(me, a, room);
+    if (a->w->part[0].format == DENSE) (wide ? dense_float : dense_bf16)(me, a, room);
+    else (wide ? blocks_float : blocks_bf16)(me, a, room);
 }
