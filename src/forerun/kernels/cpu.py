@@ -116,8 +116,9 @@ def library(isa: str) -> ctypes.CDLL:
     lib.fr_linear.argtypes = (i, i, p, n, n, p, f, p, p, n, p, p, i)
     lib.fr_rms_norm.argtypes = (i, p, n, n, p, f, p, i)
     lib.fr_attend.argtypes = (i, p, p, f, p, p, p, p, p, p, p, p, p, p, i)
+    lib.fr_embed.argtypes = (i, p, n, p, n, p)
     lib.fr_layers.argtypes = (i, p, n, p, n, n, p, f, f, p, p, p, p, p, i)
-    for function in (lib.fr_layers, lib.fr_linear, lib.fr_rms_norm, lib.fr_attend):
+    for function in (lib.fr_layers, lib.fr_embed, lib.fr_linear, lib.fr_rms_norm, lib.fr_attend):
         function.restype = None
     lib.fr_isa.restype = ctypes.c_char_p
     return lib
@@ -132,11 +133,12 @@ def described(matrix: Matrix, dtype: torch.dtype, parts: int = 1) -> list[int]:
             raise TypeError(f"weight must be contiguous {dtype}, not {values.dtype} with strides {values.stride()}")
         found = [(0, matrix.rows, values.data_ptr())]
     else:
-        assert isinstance(matrix, Blocks)
+        if not isinstance(matrix, Blocks):
+            raise TypeError(f"the kernels do not read matrices of kind {matrix.kind}")
         cut = [part for piece in matrix.split((matrix.rows // parts,) * parts) for part in piece.parts]
         if len(cut) > PARTS or (parts > 1 and len(cut) != parts) or not all(part.data.is_contiguous() for part in cut):
             raise TypeError(f"the kernels take at most {PARTS} contiguous parts, {parts} of equal size: {matrix.parts}")
-        found = [(1 + FORMATS.index(part.format), len(part.data), part.data.data_ptr()) for part in cut]
+        found = [(1 + list(FORMATS).index(part.format), len(part.data), part.data.data_ptr()) for part in cut]
     found += [(0, 0, 0)] * (PARTS - len(found))
     return [sum(1 for part in found if part[1]), *(number for part in found for number in part)]
 
@@ -146,9 +148,9 @@ def address(t: Tensor | None) -> int | None:
 
 
 class CpuKernels:
-    """The kernels for bfloat16 or float32. isa: the instruction set. They are batch-invariant: a token's result does not
-    depend on the other tokens of the batch, bit for bit. So a verify step rounds as plain decoding does, and a prompt in
-    chunks as in one piece."""
+    """The kernels for activations in bfloat16 or float32, and weights in the same dtype or in blocks. isa: the instruction
+    set. They are batch-invariant: a token's result does not depend on the other tokens of the batch, bit for bit. So a verify
+    step rounds as plain decoding does, and a prompt in chunks as in one piece."""
 
     def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.lib, self.dtype = lib, dtype
@@ -159,7 +161,12 @@ class CpuKernels:
         return kind in (Dense.kind, Blocks.kind)
 
     def embed(self, ids: Tensor, weight: Matrix) -> Tensor:
-        return weight.embed(ids)
+        if not isinstance(weight, Blocks) or len(weight.parts) != 1 or not ids.is_contiguous():
+            return weight.embed(ids)
+        matrix, y = described(weight, self.dtype), torch.empty(len(ids), weight.columns, dtype=self.dtype)
+        part = (ctypes.c_int64 * 3)(*matrix[1:4])
+        self.lib.fr_embed(self.wide, part, weight.columns, ids.data_ptr(), len(ids), y.data_ptr())
+        return y
 
     def _linear(
         self, kind: int, x: Tensor, norm: Tensor | None, eps: float, weight: Matrix, bias: Tensor | None, outs: int,
@@ -242,7 +249,7 @@ class Stack:
     ) -> None:
         pointers = []
         for layer, shape, k, v in zip(layers, shapes, keys, values, strict=True):
-            for matrix in layer.matrices():
+            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 pointers += described(matrix, kernels.dtype, 2 if matrix is layer.gate_up else 1)
             tensors = (layer.attention_norm, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.out_bias, layer.mlp_norm, k, v)
             for t in tensors:

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from forerun.models.weights import Matrix
 
-# the formats that kernels multiply by, in the order of the enum in kernels/cpu_blocks.h
-FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+# the formats that kernels multiply by, in the order of the enum in kernels/cpu_blocks.h: values and bytes of a block
+FORMATS = {
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
 
 
 class Part(NamedTuple):
@@ -26,11 +27,14 @@ class Part(NamedTuple):
 
     @property
     def columns(self) -> int:
-        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.format]]
+        values, size = FORMATS[self.format]
         return self.data.shape[1] // size * values
 
     def dense(self) -> Tensor:
         """The values, [rows, columns] float32."""
+        from gguf import GGMLQuantizationType  # imported where it is needed, since it takes a while
+        from gguf.quants import dequantize
+
         return torch.from_numpy(dequantize(self.data.numpy(), GGMLQuantizationType[self.format]))
 
 
@@ -55,6 +59,9 @@ class Blocks(Matrix):
     @classmethod
     def quantize(cls, values: Tensor, format: str, dtype: torch.dtype) -> Blocks:
         """From values [rows, columns] on the CPU. format: Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0; columns: a multiple of 32."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import quantize
+
         data = quantize(values.float().numpy(), GGMLQuantizationType[format])
         return cls([Part(format, torch.from_numpy(data))], dtype)
 
@@ -82,7 +89,7 @@ def stack(matrices: Sequence[Blocks]) -> Blocks:
 
 def row_bytes(format: str, columns: int) -> int:
     """The bytes of a row. Raises ValueError if the columns are not a multiple of the block's values."""
-    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[format]]
+    values, size = FORMATS[format]
     if columns % values:
         raise ValueError(f"{format} has blocks of {values} values; {columns} columns are not a multiple")
     return columns // values * size
