@@ -8,7 +8,8 @@ warm-up. Only one process works at a time. Each round has its own prompts, since
 a CPU the process that is started second is slower, whichever tree it runs. So all cells are measured twice: the processes are
 ended and started again in the other order. A cell's figure is the median of the paired ratios of tokens/s, after over before,
 of both orders. Its 95 % interval follows, then the median of each order, and the tokens a verify step. On the CPU the default
-model answers texts. On CUDA random weights of real shapes answer random and repeating tokens.
+model answers texts. On CUDA random weights of real shapes compute, and a script says what they choose: rounding differs between
+trees, and an answer must not. A script repeats itself with one token in 16 changed, or is random ("text").
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ class Served:
             *shape, eps = SHAPES[cell["model"]]
             norms = cell["model"].startswith("Qwen3")
             config = ModelConfig(*shape, eps, Rope(1e5), qk_norm=norms, tied=True)
-            self.models[cell["model"]] = Target.random(config, torch.bfloat16, self.device)
-        target = self.models[cell["model"]]
+            target = Target.random(config, torch.bfloat16, self.device)
+            self.models[cell["model"]] = target, follow_script(target)
+        target, script = self.models[cell["model"]]
         speculation = Speculation.parse(cell["drafter"])
         settings = EngineConfig(max_model_len=2048, max_num_seqs=32, kv_cache_tokens=32 * 2048, speculation=speculation)
         context: Any = getattr(table, "DrafterContext", None) or table.Surroundings  # type: ignore[attr-defined]
@@ -133,15 +135,17 @@ class Served:
             it.stats = EngineStats()
             generator = torch.Generator().manual_seed(cell["round"])
             n = cell["tokens"]
+            said = torch.randint(0, target.vocab, (len(script),), generator=generator)
+            if cell["kind"] != "text":
+                changed = torch.rand(len(script), generator=generator) < 1 / 16
+                said = torch.where(changed, said, said[:20].repeat(len(script) // 20 + 1)[: len(script)])
+            script.copy_(said)
             params = SamplingParams(max_tokens=n, **({"temperature": 0.0} | cell["sampling"]))
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for i in range(cell["requests"]):
-                if cell["kind"] == "text":
-                    ids = torch.randint(0, target.vocab, (200,), generator=generator).tolist()
-                else:
-                    length = 1500 if cell["kind"] == "long" else 200
-                    ids = (torch.randint(0, target.vocab, (20,), generator=generator).tolist() * 75)[:length]
+            for i in range(cell["requests"]):  # their first page differs, and where they are in the script
+                first = torch.randint(0, target.vocab, (16,), generator=generator).tolist()
+                ids = first + said[16 : (1500 if cell["kind"] == "long" else 200) + 7 * i].tolist()
                 it.add(Request(str(i), tuple(ids), params, n, i))
             while it.has_work:
                 it.step()
@@ -149,6 +153,22 @@ class Served:
             return rate, it.stats.drafts.acceptance_length or 1.0
 
         return run
+
+
+def follow_script(target: Any) -> Any:
+    """Make a target choose the token of a script at each position, after all of its computation. Returns the script, int64."""
+    import torch
+
+    script, forward = torch.zeros(4096, dtype=torch.int64, device=target.device), target.forward
+
+    def following(batch: Any, *rest: Any, **more: Any) -> Any:
+        found = forward(batch, *rest, **more)
+        at = batch.positions if batch.logits_at is None else batch.positions[batch.logits_at]
+        found.logits.scatter_(1, script[at + 1][:, None], 1e4)
+        return found
+
+    target.forward = following
+    return script
 
 
 class NoText:

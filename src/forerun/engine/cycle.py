@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.device import send, send_integers
+from forerun.device import send
 from forerun.drafters import Drafter, Observed, Rows
 from forerun.engine.commit import commit, commit_on_host
 from forerun.engine.state import RowState
@@ -327,6 +327,5 @@ class Cycle:
 
     def keep(self, slots: list[int], draft: Draft) -> None:
         """Keep a draft that was made on the host for the next step of these slots."""
-        device = self.state.length.device
-        sent = Draft(send(draft.tokens.numpy(), device), send(draft.size.numpy(), device))
-        self._keep(send_integers(slots, device), sent)
+        sent = send(np.column_stack([slots, draft.size, draft.tokens]), self.state.length.device)  # [B,2+K], one transfer
+        self._keep(sent[:, 0], Draft(sent[:, 2:], sent[:, 1]))
