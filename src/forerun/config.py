@@ -205,11 +205,12 @@ class EngineConfig:
     """How the engine runs.
 
     dtype: auto, float32, bfloat16 or float16; auto: the checkpoint's, and on a CPU with AVX2 bfloat16 for 16 bits.
-    device: auto, cpu or cuda. max_model_len: the longest context in tokens; None: the model's.
-    max_num_seqs: sequences that decode at once. max_num_batched_tokens: positions of one step, drafts included; None: 2048 on
-    a CPU, 8192 on a GPU. block_size: tokens of a KV page.
+    device: auto, cpu or cuda. max_model_len: the longest context in tokens; None: the model's, on a CPU no
+    more than fits into the default KV cache. max_num_seqs: sequences that decode at once. max_num_batched_tokens:
+    positions of one step, drafts included; None: 2048 on a CPU, 8192 on a GPU. block_size: tokens of a KV page.
     kv_cache_tokens: capacity of the KV cache in tokens. None on a CPU: max_num_seqs sequences of max_model_len, but at most a
-    quarter of the free memory. None on a GPU: what weights, buffers and CUDA graphs leave of the engine's share.
+    quarter of the memory that this process can still get. None on a GPU: what weights, buffers and CUDA graphs leave of the
+    engine's share.
     gpu_memory_utilization: the engine's share of the GPU's memory, 0 .. 1; several engines on one GPU need smaller shares.
     enable_prefix_caching: reuse the keys and values of equal prefixes. seed: for requests without a seed.
     adaptive_drafts: verify the drafts that are expected to give the most tokens a second; off: always full drafts. Drawn

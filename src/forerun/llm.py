@@ -206,12 +206,11 @@ class LLM:
             ("device", device, loaded.target.device.type),
         ):
             require(given in ("auto", there), name, given, f"the loaded model's is {there}; give {there} or auto")
-        fits_memory(config.kv_cache_tokens, loaded.target.kv_bytes_per_token, loaded.target.device)
         self.model, self.tokenizer = loaded, loaded.tokenizer
         tokenizer = loaded.tokenizer  # the engine refers to this, not to the LLM, so that an unused LLM is freed
         vocab = min(tokenizer.size, loaded.target.vocab)
         speculation = config.speculation
-        drafter_model, context = None, None
+        drafter_model, context, each = None, None, loaded.target.kv_bytes_per_token
         if speculation is not None and speculation.model is not None:
             drafter = LLM.load(speculation.model, dtype, device)
             same = drafter.tokenizer.inner.get_vocab() == self.tokenizer.inner.get_vocab()
@@ -223,6 +222,8 @@ class LLM:
             )
             drafter_model = drafter.target
             context = min(speculation.max_model_len or drafter.target.max_positions, drafter.target.max_positions)
+            each += drafter.target.kv_bytes_per_token
+        fits_memory(config.kv_cache_tokens, each, loaded.target.device)
 
         def make_drafter(
             state: RowState, mirror: RowState, sampling: SamplingState, kv: KVCache, padded: bool

@@ -20,7 +20,7 @@ from forerun.engine.costs import Costs, step_costs
 from forerun.engine.cycle import Cycle
 from forerun.engine.interrupts import Uninterrupted
 from forerun.engine.layouts import ExactLayout, PaddedLayout, prompt_sizes
-from forerun.engine.memory import free_memory, tokens_on_gpu
+from forerun.engine.memory import free_memory, tokens_on_cpu, tokens_on_gpu
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Policy
 from forerun.engine.runner import Eager, Graphs, Runner
@@ -35,6 +35,7 @@ from forerun.types import Event, FinishReason, Request, require
 from forerun.verify.sampling import SamplingState, check_request
 
 LOG = logging.getLogger("forerun")
+TRIAL = 64  # tokens of a sequence in an engine that shows only what its drafter needs
 MEASURED, CONTEXT = 64, 1024  # the cost of steps is measured up to so many positions and tokens of context
 # (state, mirror, sampling, kv, padded) -> drafter, see drafters/table.py
 MakeDrafter = Callable[[RowState, RowState, SamplingState, KVCache, bool], Drafter | None]
@@ -102,10 +103,11 @@ class Engine:
         self.max_model_len = config.max_model_len or target.max_positions
         limit = target.max_positions
         require(self.max_model_len <= limit, "max_model_len", self.max_model_len, f"the model takes at most {limit}")
+        self._longer = "max_model_len"  # what to raise for a longer context
         device = target.device
         self.budget = config.max_num_batched_tokens or BUDGET[device.type]
         width = speculation.num_speculative_tokens if speculation else 0
-        tokens = config.kv_cache_tokens or self._default_kv_tokens(target, make_drafter, detokenizer)
+        tokens = config.kv_cache_tokens or self._default_kv_tokens(target, make_drafter, detokenizer, padded)
         pages = Pages(tokens // config.block_size, config.block_size, config.enable_prefix_caching)
 
         drawn = speculation is not None and speculation.draft_sample_method == "probabilistic"
@@ -125,7 +127,7 @@ class Engine:
         mirror = RowState(slots, positions, 1, torch.device("cpu")) if padded else self.state
         self.drafter = make_drafter(self.state, mirror, self.sampling, self.kv, padded)
         policy = Policy(speculation, config.adaptive_drafts and not drawn)
-        needs = self.drafter.needs if self.drafter is not None else Needs()
+        needs = self.drafter_needs
         # A drafter in the cycle with keys and values of its own writes them past the step's tokens, into the lookahead pages.
         # With the padded layout it computes those of a fully accepted draft's last position with the next draft.
         lookahead, missing = (width + 1, int(padded)) if needs.device and needs.kv_bytes_per_token else (0, 0)
@@ -163,17 +165,23 @@ class Engine:
         return Step(cycle, layout, runner, self.drafter, mirror, lag=1)
 
     def _default_kv_tokens(
-        self, target: Target, make_drafter: MakeDrafter, detokenizer: Callable[[], Detokenizer]
+        self, target: Target, make_drafter: MakeDrafter, detokenizer: Callable[[], Detokenizer], padded: bool | None
     ) -> int:
-        """Tokens of the KV cache. On a GPU it is the rest of the memory share: a trial engine with the smallest cache shows
-        what else is used. On a CPU it is what all sequences can need, at most a quarter of the free memory."""
+        """Tokens of the KV cache. A trial engine with the smallest cache shows what the drafter needs and, on a GPU, what else
+        is used. On a GPU the cache is the rest of the memory share. On a CPU it is what all sequences can need, at most a
+        quarter of the free memory; if one sequence of the model's context is more, max_model_len is lowered."""
         config, device = self.config, target.device
+
+        def trial_of(**changed: Any) -> Engine:
+            smallest = replace(config, kv_cache_tokens=config.block_size, **changed)
+            return Engine(target, smallest, make_drafter, detokenizer, padded)
+
         if device.type == "cuda":
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(device)
-            trial = Engine(target, replace(config, kv_cache_tokens=config.block_size), make_drafter, detokenizer)
+            trial = trial_of()
             trial._step.warm_up_largest()
-            needs = trial.drafter.needs if trial.drafter is not None else Needs()
+            needs = trial.drafter_needs
             captured = trial._step.runner.capturing is not None
             each = target.kv_bytes_per_token + needs.kv_bytes_per_token
             torch.cuda.empty_cache()
@@ -184,14 +192,29 @@ class Engine:
             weights = target.bytes + needs.weight_bytes
             share = config.gpu_memory_utilization
             return tokens_on_gpu(total, free, share, weights, other, each, self.max_model_len, captured)
-        whole = config.max_num_seqs * self.max_model_len
-        affordable = free_memory(device) // 4 // target.kv_bytes_per_token
-        return max(min(whole, affordable), self.max_model_len) + config.block_size
+        each = target.kv_bytes_per_token
+        if config.speculation is not None:
+            each += trial_of(max_num_seqs=1, max_model_len=min(self.max_model_len, TRIAL)).drafter_needs.kv_bytes_per_token
+        whole, given = self.max_model_len, config.max_model_len is not None
+        free, block = free_memory(device), config.block_size
+        tokens, self.max_model_len = tokens_on_cpu(free, each, block, config.max_num_seqs, whole, given)
+        if self.max_model_len < whole:
+            LOG.warning(
+                "the context is %d tokens, not the model's %d: a quarter of the free memory holds no more; kv_cache_tokens "
+                "overrides it", self.max_model_len, whole,
+            )  # fmt: skip
+            self._longer = "kv_cache_tokens (a quarter of the free memory holds no more)"
+        return tokens
 
     def warm_up(self) -> None:
         """Before the first request: capture the launches of greedy and sampled decoding and of prompts. Without graphs, measure
         the cost of steps if drafts are adaptive."""
         self._step.warm_up()
+
+    @property
+    def drafter_needs(self) -> Needs:
+        """What the drafter needs; nothing without one."""
+        return self.drafter.needs if self.drafter is not None else Needs()
 
     @property
     def kv_tokens(self) -> int:
@@ -236,7 +259,7 @@ class Engine:
             prompt < limit,
             "prompt",
             f"{prompt} tokens",
-            f"the context is {limit} tokens and one must be left to answer; shorten it or raise max_model_len",
+            f"the context is {limit} tokens and one must be left to answer; shorten it or raise {self._longer}",
         )
         bad = [i for i in request.prompt_ids if not 0 <= i < self._vocab]
         require(not bad, "prompt", bad[:3], f"token ids run from 0 to {self._vocab - 1}")
@@ -246,7 +269,8 @@ class Engine:
             most <= limit,
             "max_tokens",
             request.max_tokens,
-            f"with the prompt's {prompt} tokens the context of {limit} leaves {limit - prompt}",
+            f"with the prompt's {prompt} tokens the context of {limit} leaves {limit - prompt}; give that or raise "
+            f"{self._longer}",
         )
         require(
             most <= self.kv_tokens,
