@@ -1,11 +1,13 @@
 """Tests run on one thread: tiny models are slower on several threads, and much slower if other programs run."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ["FORERUN_CPU_THREADS"] = "1"
 
 
 @pytest.fixture

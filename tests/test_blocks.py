@@ -18,8 +18,8 @@ EACH = pytest.mark.parametrize("isa", cpu.isas())
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bfloat16", "float32"])
 
 
-def kernels(isa: str, dtype: torch.dtype) -> cpu.CpuKernels:
-    return cpu.CpuKernels(cpu.library(isa), dtype)
+def kernels(isa: str, dtype: torch.dtype, threads: int = 1) -> cpu.CpuKernels:
+    return cpu.CpuKernels(cpu.library(isa), dtype, threads)
 
 
 def columns_of(format: str, blocks: int) -> int:
@@ -162,7 +162,7 @@ def layer(hidden: int, inner: int, dtype: torch.dtype, formats: tuple[str, ...],
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_stack_of_layers_is_what_the_kernels_do_one_by_one(isa: str, dtype: torch.dtype, threads: int) -> None:
     """Blocks of several formats, and a layer of dense matrices among them. It is near the reference too."""
-    run, hidden, inner = kernels(isa, dtype), 256, 512
+    run, hidden, inner = kernels(isa, dtype, threads), 256, 512
     formats = ("Q4_K", "Q4_K", "Q6_K", "Q5_1", "Q4_K", "Q4_K", "Q6_K"), ("Q4_0", "Q8_0", "Q5_0", "Q4_1", "Q5_K", "Q5_K", "Q4_K")
     weights = [layer(hidden, inner, dtype, each, 10 * i) for i, each in enumerate(formats)]
     dense = weights[0]._replace(**{n: Dense(getattr(weights[0], n).dense()) for n in ("qkv", "out", "gate_up", "down")})
@@ -175,14 +175,10 @@ def test_a_stack_of_layers_is_what_the_kernels_do_one_by_one(isa: str, dtype: to
 
     ids = torch.arange(21)
     batch = Batch(ids, ids, torch.tensor([0, 21], dtype=torch.int32), torch.arange(1, 8, dtype=torch.int32)[None], None)
-    x, before = torch.randn(21, hidden).to(dtype), torch.get_num_threads()
+    x = torch.randn(21, hidden).to(dtype)
     layers = [Layers([weights[0], dense, weights[1]], shapes, EPS, cos, sin, pages(), pages()) for _ in range(3)]
-    try:
-        torch.set_num_threads(threads)
-        got = run.bind(layers[0])(x, batch, 0, 3)
-        assert torch.equal(got, one_by_one(run, layers[1], x, batch, 0, 3))
-    finally:
-        torch.set_num_threads(before)
+    got = run.bind(layers[0])(x, batch, 0, 3)
+    assert torch.equal(got, one_by_one(run, layers[1], x, batch, 0, 3))
     want = one_by_one(reference, layers[2], x, batch, 0, 3).double()  # type: ignore[arg-type]
     assert (got.double() - want).pow(2).mean() <= 0.05**2 * want.pow(2).mean()
 

@@ -176,7 +176,7 @@ def test_each_model_and_each_way_to_run_it_has_a_file_of_its_own(
     for number, (model, most) in enumerate(ways, 1):
         costs_of(model, Machine(slow), most)
         assert len(kept(tmp_path)) == number
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    monkeypatch.setattr(target.kernels, "threads", 99)
     costs_of(target, Machine(slow))
     monkeypatch.setattr("forerun.__version__", "99")
     costs_of(target, Machine(slow))

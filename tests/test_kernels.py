@@ -30,8 +30,8 @@ EACH = pytest.mark.parametrize("isa", cpu.isas())
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bfloat16", "float32"])
 
 
-def compiled(isa: str, dtype: torch.dtype) -> cpu.CpuKernels:
-    return cpu.CpuKernels(cpu.library(isa), dtype)
+def compiled(isa: str, dtype: torch.dtype, threads: int = 1) -> cpu.CpuKernels:
+    return cpu.CpuKernels(cpu.library(isa), dtype, threads)
 
 
 @pytest.fixture(autouse=True)
@@ -238,17 +238,12 @@ def test_a_token_attends_alike_in_every_batch(
 @pytest.mark.parametrize("window", [0, 333])
 def test_threads_do_not_change_a_bit(isa: str, rows: list[tuple[int, int]], window: int, dtype: torch.dtype) -> None:
     # with several threads the chunks of few tokens are tasks of their own, put together afterwards
-    sequences, kernels = Sequences(rows, AttentionShape(9, 3, 64, window), 16, dtype), compiled(isa, dtype)
+    sequences = Sequences(rows, AttentionShape(9, 3, 64, window), 16, dtype)
     count = sum(n for _, n in rows)
     x, norm, w = weight(count, 70, dtype=dtype), weight(70, dtype=dtype), matrix(61, 70, dtype=dtype)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append((sequences.run(kernels, False)[0], kernels.norm_linear(x, norm, EPS, w, None)))
-    finally:
-        torch.set_num_threads(before)
+    for kernels in (compiled(isa, dtype, threads) for threads in (1, 2, 3, 8)):
+        results.append((sequences.run(kernels, False)[0], kernels.norm_linear(x, norm, EPS, w, None)))
     for attention, linear in results[1:]:
         assert torch.equal(attention, results[0][0]) and torch.equal(linear, results[0][1])
 
@@ -258,23 +253,18 @@ def test_threads_do_not_change_a_bit(isa: str, rows: list[tuple[int, int]], wind
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rows", [[(2000, 1), (20, 1)], RAGGED])
 def test_empty_rows_and_padding_change_no_bit(isa: str, rows: list[tuple[int, int]], threads: int, dtype: torch.dtype) -> None:
-    sequences, kernels = Sequences(rows, AttentionShape(6, 2, 32), 16, dtype), compiled(isa, dtype)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        want, *want_pages = sequences.run(kernels, True)
-        total = len(want)
-        at = [0, 1, 1, len(rows)]  # empty rows in front of these
-        counts, table = [n for _, n in rows], list(sequences.table)
-        for row in reversed(at):
-            counts.insert(row, 0)
-            table.insert(row, sequences.table[0] * 0)
-        sequences.table, sequences.row_start = torch.stack(table), torch.tensor([0, *counts]).cumsum(0).int()
-        sequences.positions = torch.cat((sequences.positions, torch.zeros(9, dtype=torch.int64)))
-        sequences.qkv = torch.cat((sequences.qkv, sequences.qkv[:9] * torch.nan))
-        got, *pages = sequences.run(kernels, True)
-    finally:
-        torch.set_num_threads(before)
+    sequences, kernels = Sequences(rows, AttentionShape(6, 2, 32), 16, dtype), compiled(isa, dtype, threads)
+    want, *want_pages = sequences.run(kernels, True)
+    total = len(want)
+    at = [0, 1, 1, len(rows)]  # empty rows in front of these
+    counts, table = [n for _, n in rows], list(sequences.table)
+    for row in reversed(at):
+        counts.insert(row, 0)
+        table.insert(row, sequences.table[0] * 0)
+    sequences.table, sequences.row_start = torch.stack(table), torch.tensor([0, *counts]).cumsum(0).int()
+    sequences.positions = torch.cat((sequences.positions, torch.zeros(9, dtype=torch.int64)))
+    sequences.qkv = torch.cat((sequences.qkv, sequences.qkv[:9] * torch.nan))
+    got, *pages = sequences.run(kernels, True)
     assert torch.equal(got[:total], want)
     for mine, wanted in zip(pages, want_pages, strict=True):
         assert torch.equal(mine.nan_to_num(), wanted.nan_to_num())
@@ -338,24 +328,20 @@ def test_a_stack_of_layers_is_what_the_kernels_do_one_by_one(
 @DTYPES
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_prompt_is_computed_alike_in_any_chunks(isa: str, threads: int, dtype: torch.dtype) -> None:
-    total, generator, before = 600, random.Random(isa), torch.get_num_threads()
-    it, kernels = Stacked([(0, total)], True, dtype), compiled(isa, dtype)
+    total, generator = 600, random.Random(isa)
+    it, kernels = Stacked([(0, total)], True, dtype), compiled(isa, dtype, threads)
     s, results = it.sequences, []
-    try:
-        torch.set_num_threads(threads)
-        for longest in (total, 150, 20):
-            keys, values = it.pages()
-            stack = cpu.Stack(kernels, it.layers, it.shapes, EPS, keys, values)
-            parts, begin = [], 0
-            while begin < total:
-                end = total if longest == total else min(total, begin + generator.randint(1, longest))
-                start = torch.tensor([0, end - begin], dtype=torch.int32)
-                positions = s.positions[begin:end]
-                parts.append(stack(it.x[begin:end], s.cos, s.sin, Batch(positions, positions, start, s.table, None)))
-                begin = end
-            results.append((torch.cat(parts), torch.stack(keys).nan_to_num(), torch.stack(values).nan_to_num()))
-    finally:
-        torch.set_num_threads(before)
+    for longest in (total, 150, 20):
+        keys, values = it.pages()
+        stack = cpu.Stack(kernels, it.layers, it.shapes, EPS, keys, values)
+        parts, begin = [], 0
+        while begin < total:
+            end = total if longest == total else min(total, begin + generator.randint(1, longest))
+            start = torch.tensor([0, end - begin], dtype=torch.int32)
+            positions = s.positions[begin:end]
+            parts.append(stack(it.x[begin:end], s.cos, s.sin, Batch(positions, positions, start, s.table, None)))
+            begin = end
+        results.append((torch.cat(parts), torch.stack(keys).nan_to_num(), torch.stack(values).nan_to_num()))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
@@ -425,18 +411,6 @@ print(len(seen), seen[0].message)
         told = fresh(code, CC=compiler, FORERUN_CACHE=str(tmp_path))
         assert told.startswith("1 ") and "install gcc, or set CC" in told
     assert not list(tmp_path.glob("*.so"))
-
-
-def test_only_torchs_openmp_runtime_is_loaded() -> None:
-    code = """
-import torch
-from pathlib import Path
-from forerun.kernels import cpu
-cpu.library(cpu.isas()[0])
-maps = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
-print(sum(Path(path).name.startswith(("libgomp", "libiomp", "libomp.")) for path in maps))
-"""
-    assert fresh(code).strip() == "1"
 
 
 def test_the_instruction_set_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,12 @@ def describe() -> dict[str, Any]:
     """The machine and the versions, for a record."""
     import torch
 
-    from forerun.kernels import cpu
+    from forerun.kernels import cpu, cpu_threads
 
     packages = ("forerun", "torch", "transformers", "numpy")
     return {
         "machine": cpu_name(),
-        "threads": torch.get_num_threads(),
+        "threads": cpu_threads.threads(),
         "isa": cpu.isa_of(cpu.kernels(torch.bfloat16)),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import sys
 from importlib import import_module
 from typing import Annotated
@@ -51,17 +50,8 @@ for name in COMMANDS:
     app.command(name)(command(getattr(import_module(f"forerun.cli.{name}"), name)))
 
 
-def limit_spinning() -> None:
-    """Let OpenMP threads that wait for one another spin briefly and then sleep, unless the user has set this already. GNU
-    OpenMP spins for milliseconds, which takes cores away from the thread that is waited for when other programs are busy: a
-    step was measured at 20 to 40 times its time. This has an effect only before torch is imported."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
 def main() -> None:
     """The entry point."""
-    limit_spinning()
     logging.getLogger("forerun").addHandler(Notices())
     logging.getLogger("forerun").setLevel(logging.INFO)
     app()

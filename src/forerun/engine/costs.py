@@ -126,7 +126,7 @@ def _key(target: Target, most: int, context: int) -> dict[str, Any]:
         "bytes": target.bytes,  # weights of another kind have another size
         "device": str(target.device),
         "kernels": cpu.build_of(target.kernels),
-        "threads": torch.get_num_threads(),
+        "threads": cpu.threads_of(target.kernels),
         "processor": cpu.processor(),
         "versions": {"forerun": forerun.__version__, "torch": torch.__version__},
         "positions": [most, context],

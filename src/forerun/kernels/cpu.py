@@ -1,5 +1,6 @@
 """The kernels on the CPU. cpu.c is compiled when it is first needed, for the instruction set that is asked for, and kept in the
-cache folder. It shares torch's OpenMP threads. reference.py shows what the kernels compute; the code is in cpu.c and cpu_*.h.
+cache folder. It has threads of its own (cpu_threads.py, cpu_team.h). reference.py shows what the kernels compute; the code is
+in cpu.c and cpu_*.h.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, reference
+from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, cpu_threads, reference
 from forerun.models.blocks import FORMATS, Blocks
 from forerun.models.weights import Dense, Layer, Matrix
 from forerun.types import require
 
 SOURCE = Path(__file__).with_name("cpu.c")
-FLAGS = ("-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-w")
+FLAGS = ("-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-w")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 ISAS = {  # the compiler's flags for each instruction set, the best first; cpu_vectors.h chooses its code by them
@@ -87,31 +88,16 @@ def build(isa: str, source: Path = SOURCE) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made, linked = Path(folder) / "cpu.o", Path(folder) / "cpu.so"
-        # linked without -fopenmp, so that torch's OpenMP runtime is used: two runtimes would compete for the cores
-        for arguments in ((*command, "-c", str(source), "-o", str(made)), (*compiler, "-shared", str(made), "-o", str(linked))):
-            subprocess.run(arguments, check=True, capture_output=True, text=True)
-        os.replace(linked, target)  # atomic: another process may be doing the same
+        made = Path(folder) / "cpu.so"
+        subprocess.run((*command, str(source), "-o", str(made)), check=True, capture_output=True, text=True)
+        os.replace(made, target)  # atomic: another process may be doing the same
     return target
-
-
-def share_openmp() -> None:
-    """Make torch's OpenMP runtime visible to the libraries loaded after this. Raises OSError if torch has none."""
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
-    beside_torch = str(Path(torch.__file__).parent)
-    runtimes = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5", "libomp."))]
-    runtimes.sort(key=lambda path: (not path.startswith(beside_torch), path))
-    if not runtimes:
-        raise OSError("torch has no OpenMP runtime loaded")
-    ctypes.CDLL(runtimes[0], mode=ctypes.RTLD_GLOBAL)
 
 
 @cache
 def library(isa: str) -> ctypes.CDLL:
     """The kernels for an instruction set that this processor has, compiled and loaded. Raises as `build` does."""
-    path = build(isa)
-    share_openmp()
-    lib = ctypes.CDLL(str(path))
+    lib = ctypes.CDLL(str(build(isa)))
     p, i, n, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     lib.fr_linear.argtypes = (i, i, p, n, n, p, f, p, p, n, p, p, i)
     lib.fr_rms_norm.argtypes = (i, p, n, n, p, f, p, i)
@@ -149,11 +135,13 @@ def address(t: Tensor | None) -> int | None:
 
 class CpuKernels:
     """The kernels for activations in bfloat16 or float32, and weights in the same dtype or in blocks. isa: the instruction
-    set. They are batch-invariant: a token's result does not depend on the other tokens of the batch, bit for bit. So a verify
-    step rounds as plain decoding does, and a prompt in chunks as in one piece."""
+    set; threads: how many they use, None: cpu_threads.threads(). They are batch-invariant: a token's result does not depend on
+    the other tokens of the batch, bit for bit. So a verify step rounds as plain decoding does, and a prompt in chunks as in one
+    piece."""
 
-    def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype, threads: int | None = None) -> None:
         self.lib, self.dtype = lib, dtype
+        self.threads = threads or cpu_threads.threads()
         self.wide = int(dtype == torch.float32)
         self.isa = lib.fr_isa().decode()
 
@@ -180,8 +168,7 @@ class CpuKernels:
                 raise TypeError(f"{name} must be contiguous {self.dtype}, not {t.dtype} with strides {t.stride()}")
         self.lib.fr_linear(
             self.wide, kind, x.data_ptr(), tokens, k, address(norm), eps, (ctypes.c_int64 * len(matrix))(*matrix),
-            address(bias), outs,
-            address(residual), y.data_ptr(), torch.get_num_threads(),
+            address(bias), outs, address(residual), y.data_ptr(), self.threads,
         )
         return y
 
@@ -201,7 +188,7 @@ class CpuKernels:
         x = x.contiguous()
         y = torch.empty_like(x)
         tokens, k = x.shape
-        self.lib.fr_rms_norm(self.wide, x.data_ptr(), tokens, k, norm.data_ptr(), eps, y.data_ptr(), torch.get_num_threads())
+        self.lib.fr_rms_norm(self.wide, x.data_ptr(), tokens, k, norm.data_ptr(), eps, y.data_ptr(), self.threads)
         return y
 
     def bounded(self, width: int, context: int, ragged: bool = False) -> Kernels:
@@ -232,7 +219,7 @@ class CpuKernels:
         self.lib.fr_attend(
             self.wide, qkv.data_ptr(), numbers, eps, cos.data_ptr(), sin.data_ptr(), address(q_norm), address(k_norm),
             key_pages.data_ptr(), value_pages.data_ptr(), batch.positions.data_ptr(), batch.row_start.data_ptr(),
-            table.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+            table.data_ptr(), y.data_ptr(), self.threads,
         )
         return y
 
@@ -260,7 +247,7 @@ class Stack:
         self.count, self.shape, self.eps = len(layers), shapes[0], eps
         self.block, self.inner = keys[0].shape[2], layers[0].gate_up.rows // 2
         self.table = (ctypes.c_int64 * len(pointers))(*pointers)
-        self.run, self.wide, self.dtype = kernels.lib.fr_layers, kernels.wide, kernels.dtype
+        self.run, self.wide, self.dtype, self.threads = kernels.lib.fr_layers, kernels.wide, kernels.dtype, kernels.threads
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, first: int = 0, last: int | None = None) -> Tensor:
         """x after the layers first .. last - 1, a new tensor. last None: all layers from first on.  [T,H] -> [T,H]"""
@@ -273,7 +260,7 @@ class Stack:
         self.run(
             self.wide, ctypes.addressof(self.table) + first * LAYER_BYTES, (self.count if last is None else last) - first,
             x.data_ptr(), x.shape[1], self.inner, numbers, self.eps, head_eps, cos.data_ptr(), sin.data_ptr(),
-            batch.positions.data_ptr(), batch.row_start.data_ptr(), table.data_ptr(), torch.get_num_threads(),
+            batch.positions.data_ptr(), batch.row_start.data_ptr(), table.data_ptr(), self.threads,
         )
         return x
 
@@ -308,6 +295,11 @@ def kernels(dtype: torch.dtype) -> Kernels:
 def isa_of(kernels: Kernels) -> str | None:
     """The instruction set of CpuKernels; None for other kernels."""
     return kernels.isa if isinstance(kernels, CpuKernels) else None
+
+
+def threads_of(kernels: Kernels) -> int:
+    """The threads that compute the products: those of CpuKernels, else torch's."""
+    return kernels.threads if isinstance(kernels, CpuKernels) else torch.get_num_threads()
 
 
 def build_of(kernels: Kernels) -> str:

@@ -9,6 +9,8 @@
 #include "cpu_linear.h"
 
 enum { CHUNK = 128 };  /* positions of one softmax */
+enum { PLACED = 32 };   /* heads of a chunk that writes q, k and v where they belong */
+enum { MERGED = 8 };    /* heads of a chunk that merges the results of chunks of positions */
 enum { QUERIES = 48 };  /* about how many query rows (tokens x query heads of a key head) one task has */
 #if AVX512
 enum { WIDE = 4 };     /* vectors that are summed at once, for each of 4 rows */
@@ -27,7 +29,6 @@ typedef struct {
     float eps;
     float *partial;   /* the results of chunks, if each chunk is a task of its own; NULL: a task does all chunks of its tile */
     int64_t chunks;   /* how many chunks of each query row partial holds */
-    int64_t *next;    /* the next task to take, shared by the team; 0 at first */
 } Attend;
 
 /* the first position that a token at this position attends to */
@@ -85,11 +86,11 @@ INLINE int64_t page_at(const Attend *a, int64_t row, int64_t kv_head, int64_t po
 
 /* Write q, normed and rotated, to y, which the output overwrites later, and k and v to the pages. Padding tokens, which are in
  * no row, write to no page; their q stays in y. */
-INLINE void place_team(const int wide, Team me, const Attend *a) {
+INLINE void place(const int wide, const Stage *stage, int64_t chunk, int first) {
+    const Attend *a = stage->given;
     const int64_t all = a->heads + 2 * a->kv_heads, size = wide ? 4 : 2, bytes = a->dim * size;
-    int64_t low, high, row = 0;
-    share(me, a->tokens * all, &low, &high);
-    for (int64_t i = low; i < high; i++) {
+    int64_t row = 0;
+    for (int64_t i = chunk * PLACED; i < (chunk + 1) * PLACED && i < a->tokens * all; i++) {
         int64_t t = i / all, head = i % all, position = a->positions[t];
         while (row < a->rows && a->row_start[row + 1] <= t) row++;
         if (row == a->rows && head >= a->heads) continue;
@@ -392,75 +393,78 @@ INLINE int64_t tile_tokens(const Attend *a) {
     return n < 1 ? 1 : n;
 }
 
-/* Find task number `wanted`; 0 if there are fewer. row, token and before: where the last search of this thread ended. */
-static int find_task(const Attend *a, int64_t wanted, Task *task, int64_t *row, int64_t *token, int64_t *before) {
+/* Find task number `wanted`. Returns how many tasks there are, if there are fewer. */
+static int64_t find_task(const Attend *a, int64_t wanted, Task *task) {
     const int64_t most = tile_tokens(a);
-    for (; *row < a->rows; ++*row, *token = -1) {
-        int64_t end = a->row_start[*row + 1];
-        if (*token < 0) *token = a->row_start[*row];
-        for (; *token < end; *token += most) {
-            int64_t last = *token + most < end ? *token + most : end;
-            int64_t low = first_seen(a, a->positions[*token]) / CHUNK, high = a->positions[last - 1] / CHUNK + 1;
-            int64_t pieces = a->partial ? high - low : 1, count = pieces * a->kv_heads;
-            if (wanted < *before + count) {
-                int64_t i = wanted - *before, at = low + i / a->kv_heads;
-                *task = (Task){*row, *token, last, i % a->kv_heads, a->partial ? at : low, a->partial ? at + 1 : high};
-                return 1;
+    int64_t before = 0;
+    for (int64_t row = 0; row < a->rows; row++) {
+        const int64_t end = a->row_start[row + 1];
+        for (int64_t token = a->row_start[row]; token < end; token += most) {
+            int64_t last = token + most < end ? token + most : end;
+            int64_t low = first_seen(a, a->positions[token]) / CHUNK, high = a->positions[last - 1] / CHUNK + 1;
+            int64_t pieces = a->partial ? high - low : 1, i = wanted - before, at = low + i / a->kv_heads;
+            before += pieces * a->kv_heads;
+            if (wanted < before) {
+                *task = (Task){row, token, last, i % a->kv_heads, a->partial ? at : low, a->partial ? at + 1 : high};
+                return before;
             }
-            *before += count;
         }
     }
-    return 0;
+    return before;
 }
 
-INLINE void attend_as(const int wide, Team me, const Attend *a) {
+INLINE void attend(const int wide, const Stage *stage, int64_t number, int first) {
+    const Attend *a = stage->given;
     const int64_t dim = a->dim, group = a->heads / a->kv_heads, size = wide ? 4 : 2, piece = piece_size(dim);
-    const int64_t rows = tile_tokens(a) * group;
-    place_team(wide, me, a);
-    BARRIER
-
-    const int64_t packed = chunk_room(dim, rows);
+    const int64_t rows = tile_tokens(a) * group, packed = chunk_room(dim, rows);
     char *room = scratch(0, packed + 2 * rows * (piece * 4 + 8) + 64);
     float *own = (float *)(room + packed); /* [2][rows][piece] */
     float **pieces = (float **)(own + 2 * rows * piece);
     Task task;
-    int64_t row = 0, token = -1, before = 0;
-    while (find_task(a, __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED), &task, &row, &token, &before)) {
-        const int64_t count = (task.end - task.begin) * group;
-        for (int64_t r = 0; r < count; r++) {
-            int64_t at = (task.begin + r / group) * a->heads + task.kv_head * group + r % group;
-            pieces[r] = a->partial ? a->partial + (at * a->chunks + task.low) * piece : own + r * piece;
-            if (!a->partial) own[(rows + r) * piece] = NEG_INF;
-        }
-        for (int64_t c = task.low; c < task.high; c++) {
-            chunk(wide, a, &task, c, pieces, room);
-            if (!a->partial)
-                for (int64_t r = 0; r < count; r++) merge(own + (rows + r) * piece, own + r * piece, dim);
-        }
-        if (!a->partial)
-            for (int64_t r = 0; r < count; r++) {
-                int64_t at = (task.begin + r / group) * a->heads + task.kv_head * group + r % group;
-                finish(wide, own + (rows + r) * piece, dim, (char *)a->y + at * dim * size);
-            }
+    find_task(a, number, &task);
+    const int64_t count = (task.end - task.begin) * group;
+    for (int64_t r = 0; r < count; r++) {
+        int64_t at = (task.begin + r / group) * a->heads + task.kv_head * group + r % group;
+        pieces[r] = a->partial ? a->partial + (at * a->chunks + task.low) * piece : own + r * piece;
+        if (!a->partial) own[(rows + r) * piece] = NEG_INF;
     }
-    if (!a->partial) return;
-    BARRIER
-    int64_t low, high;
-    share(me, a->row_start[a->rows] * a->heads, &low, &high);
-    for (int64_t i = low; i < high; i++) {
-        const int64_t position = a->positions[i / a->heads];
-        own[0] = NEG_INF;
-        for (int64_t c = first_seen(a, position) / CHUNK; c <= position / CHUNK; c++)
-            merge(own, a->partial + (i * a->chunks + c) * piece, dim);
-        finish(wide, own, dim, (char *)a->y + i * dim * size);
+    for (int64_t c = task.low; c < task.high; c++) {
+        chunk(wide, a, &task, c, pieces, room);
+        if (!a->partial)
+            for (int64_t r = 0; r < count; r++) merge(own + (rows + r) * piece, own + r * piece, dim);
+    }
+    if (a->partial) return;
+    for (int64_t r = 0; r < count; r++) {
+        int64_t at = (task.begin + r / group) * a->heads + task.kv_head * group + r % group;
+        finish(wide, own + (rows + r) * piece, dim, (char *)a->y + at * dim * size);
     }
 }
 
-static void attend_bf16(Team me, const Attend *a) { attend_as(0, me, a); }
-static void attend_float(Team me, const Attend *a) { attend_as(1, me, a); }
-INLINE void attend_team(const int wide, Team me, const Attend *a) {
-    if (wide) attend_float(me, a);
-    else attend_bf16(me, a);
+INLINE void merge_pieces(const int wide, const Stage *stage, int64_t chunk, int first) {
+    const Attend *a = stage->given;
+    const int64_t piece = piece_size(a->dim), heads = a->row_start[a->rows] * a->heads;
+    float *into = scratch(0, piece * sizeof(float));
+    for (int64_t i = chunk * MERGED; i < (chunk + 1) * MERGED && i < heads; i++) {
+        const int64_t position = a->positions[i / a->heads];
+        into[0] = NEG_INF;
+        for (int64_t c = first_seen(a, position) / CHUNK; c <= position / CHUNK; c++)
+            merge(into, a->partial + (i * a->chunks + c) * piece, a->dim);
+        finish(wide, into, a->dim, (char *)a->y + i * a->dim * (wide ? 4 : 2));
+    }
+}
+
+STAGE(place)
+STAGE(attend)
+STAGE(merge_pieces)
+
+enum { ATTEND_STAGES = 3 };
+
+static void add_attend(Job *job, int wide, const Attend *a) {
+    Task none;
+    const int64_t all = a->heads + 2 * a->kv_heads, heads = a->row_start[a->rows] * a->heads;
+    add_stage(job, BY_DTYPE(wide, place), a, 0, parts_of(a->tokens * all, PLACED));
+    add_stage(job, BY_DTYPE(wide, attend), a, 0, find_task(a, INT64_MAX, &none));
+    if (a->partial) add_stage(job, BY_DTYPE(wide, merge_pieces), a, 0, parts_of(heads, MERGED));
 }
 
 /* Few tokens with a long context make few tasks. Then every chunk is a task of its own, if the pieces fit in 16 MB. */

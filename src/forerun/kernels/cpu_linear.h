@@ -8,7 +8,9 @@
 #include "cpu_blocks.h"
 
 enum { SLAB = 64 };     /* tokens that use a block of weights while it is in the cache */
-enum { SHARED = 16 };   /* from this many tokens on, the team splits the preparation of x; below, each thread does all of it */
+enum { CHUNK_BYTES = 32768 }; /* a chunk of a product reads about so many bytes of weights */
+enum { FEW_PREPARED = 16 };   /* from this many tokens on, the team splits the preparation of x, below each thread does all */
+enum { PREPARED = 4 };        /* tokens of a chunk of this preparation */
 enum { STEP = 2 * LANES };
 enum { BF16_LINES = 4 * STEP * sizeof(bf16) / 64 }; /* cache lines of one step of 4 rows */
 #if AVX512
@@ -43,7 +45,8 @@ typedef struct {
     const void *bias, *residual; /* norm, bias: may be NULL */
     float eps;
     int64_t tokens, k, outs;
-    void *y; /* float32 for LOGITS */
+    void *y;        /* float32 for LOGITS */
+    void *prepared; /* room_for bytes, which several products of a job may share */
 } Linear;
 
 /* The form of the operands. PAIRS: w and x are pairs of bfloat16, as stored. In the other forms x is float32 and w is bfloat16
@@ -267,11 +270,6 @@ INLINE void prepare(const int form, const Linear *a, int64_t token, int64_t stri
 
 INLINE int64_t stride_of(int64_t k) { return (k + STEP - 1) / STEP * STEP; }
 
-/* the bytes of scratch memory that a team shares in linear_team (`room`), for this many tokens and inputs */
-INLINE size_t room_for(int64_t tokens, int64_t k) {
-    return tokens < SHARED ? 0 : (size_t)((tokens < SLAB ? tokens : SLAB) * stride_of(k)) * sizeof(float);
-}
-
 /* Store outputs o .. o + m - 1 of n tokens from token `first` on. sums [n][LANES]; up: the same of the other half of GATE_UP */
 INLINE void finish_rows(const int wide, const Linear *a, int64_t first, int64_t n, int64_t o, int m, const float *sums,
                         const float *up) {
@@ -286,89 +284,139 @@ INLINE void finish_rows(const int wide, const Linear *a, int64_t first, int64_t 
     }
 }
 
-INLINE void linear_as(const int wide, Team me, const Linear *a, void *room) {
-    const int form = wide ? FLOAT : DOT_BF16 ? PAIRS : BF16, parts = a->kind == GATE_UP ? 2 : 1;
-    const int64_t k = a->k, outs = a->outs, size = wide ? 4 : 2, stride = stride_of(k);
+INLINE int in_blocks(const Linear *a) { return a->w->part[0].format != DENSE; }
+
+INLINE int dense_form(const int wide) { return wide ? FLOAT : DOT_BF16 ? PAIRS : BF16; }
+
+/* How x gets to the products. DIRECT: as it is. SHARED: a stage of its own prepares a slab in memory that the team shares.
+ * OWN: each thread that multiplies prepares all of it, which takes less time than one more stage. */
+enum { DIRECT, SHARED, OWN };
+
+INLINE int way_of(const int wide, const Linear *a) {
+    if (!in_blocks(a) && !a->norm && a->k == stride_of(a->k) && dense_form(wide) != BF16) return DIRECT;
+    return a->tokens >= FEW_PREPARED ? SHARED : OWN;
+}
+
+/* the bytes of memory that a product needs as `prepared`, for this many tokens and inputs */
+INLINE size_t room_for(int64_t tokens, int64_t k) {
+    return tokens < FEW_PREPARED ? 0 : (size_t)((tokens < SLAB ? tokens : SLAB) * stride_of(k)) * sizeof(float);
+}
+
+/* A product is a stage for each slab of tokens, with another one in front of it if x is prepared by the team. stage->at: the
+ * first token of the slab. */
+INLINE int64_t slab_of(const Linear *a) { return in_blocks(a) ? BLOCK_SLAB : SLAB; }
+
+INLINE int tokens_in_slab(const Linear *a, int64_t first) {
+    return (int)(a->tokens - first < slab_of(a) ? a->tokens - first : slab_of(a));
+}
+
+/* groups of LANES outputs. Each part of a matrix in blocks begins with a new group. */
+INLINE int64_t groups_of(const Linear *a) {
+    int64_t groups = 0;
+    if (!in_blocks(a) || a->kind == GATE_UP) return parts_of(a->outs, LANES);
+    for (int p = 0; p < a->w->parts; p++) groups += parts_of(a->w->part[p].rows, LANES);
+    return groups;
+}
+
+/* the groups of a chunk, which reads about CHUNK_BYTES of weights */
+INLINE int64_t chunk_groups(const int wide, const Linear *a) {
+    const int64_t row = in_blocks(a) ? row_bytes(a->w->part[0].format, a->k) : a->k * (wide ? 4 : 2);
+    const int64_t group = LANES * row * (a->kind == GATE_UP ? 2 : 1);
+    return group < CHUNK_BYTES ? CHUNK_BYTES / group : 1;
+}
+
+/* A thread's own memory for a product with dense weights: a tile, then a row of bfloat16, then x if the thread prepares it. */
+INLINE float *dense_room(const int wide, const Linear *a) {
+    const int64_t stride = stride_of(a->k), prepared = way_of(wide, a) == OWN ? stride * FEW_PREPARED * 4 : 0;
+    return scratch(0, stride * (4 * sizeof(float) + sizeof(bf16)) + prepared);
+}
+
+INLINE void prepare_dense(const int wide, const Stage *stage, int64_t chunk, int first) {
+    const Linear *a = stage->given;
+    const int form = dense_form(wide), n = tokens_in_slab(a, stage->at);
+    const int64_t stride = stride_of(a->k), low = chunk * PREPARED;
+    bf16 *row = (bf16 *)(dense_room(wide, a) + 4 * stride);
+    for (int64_t j = low; j < low + PREPARED && j < n; j++)
+        prepare(form, a, stage->at + j, stride, (char *)a->prepared + j * stride * X_SIZE(form), row);
+}
+
+INLINE void multiply_dense(const int wide, const Stage *stage, int64_t chunk, int first) {
+    const Linear *a = stage->given;
+    const int form = dense_form(wide), parts = a->kind == GATE_UP ? 2 : 1, way = way_of(wide, a);
+    const int64_t k = a->k, outs = a->outs, size = wide ? 4 : 2, stride = stride_of(k), slab = stage->at;
+    const int64_t width = LANES * chunk_groups(wide, a), low = chunk * width, high = low + width < outs ? low + width : outs;
+    const int n = tokens_in_slab(a, slab), lead = 1 + (int)(LEAD / (4 * size) / k); /* blocks */
     const char *all = a->w->part[0].data;
-    int64_t low, high;
-    share(me, (outs + 3) / 4, &low, &high);
-    low *= 4, high = high * 4 < outs ? high * 4 : outs;
-    if (low < high) /* prefetch the first weights while x is prepared */
-        for (int i = 0; i < 128; i++) fetch(all + low * k * size + 64 * i);
-
-    const int lead = 1 + (int)(LEAD / (4 * size) / k); /* blocks */
-    const int direct = !a->norm && k == stride && form != BF16, shared = !direct && a->tokens >= SHARED;
-    float *tile = scratch(0, stride * 4 * sizeof(float) + stride * sizeof(bf16) + (direct || shared ? 0 : stride * SHARED * 4));
+    float *tile = dense_room(wide, a), sums[2][SLAB * LANES] __attribute__((aligned(64)));
     bf16 *row = (bf16 *)(tile + 4 * stride);
-    char *own = shared ? room : (char *)(row + stride);
-    float sums[2][SLAB * LANES] __attribute__((aligned(64)));
+    char *own = (char *)(row + stride);
+    const char *x = way == DIRECT ? (const char *)a->x + slab * k * size : way == SHARED ? a->prepared : own;
 
-    for (int64_t slab = 0; slab < a->tokens; slab += SLAB) {
-        const int n = (int)(a->tokens - slab < SLAB ? a->tokens - slab : SLAB);
-        const char *x = direct ? (const char *)a->x + slab * k * size : own;
-        if (!direct) {
-            int64_t from = 0, to = n;
-            if (shared) {
-                share(me, n, &from, &to);
-                if (slab) { BARRIER } /* all threads are done with the last slab */
+    if (first)
+        for (int i = 0; i < 128; i++) fetch(all + low * k * size + 64 * i);
+    for (int64_t j = 0; first && way == OWN && j < n; j++)
+        prepare(form, a, slab + j, stride, own + j * stride * X_SIZE(form), row);
+    for (int64_t o = low; o < high; o += LANES) {
+        const int m = (int)(high - o < LANES ? high - o : LANES);
+        for (int part = 0; part < parts; part++)
+            for (int b = 0; b < m; b += 4) {
+                const char *w = all + (part * outs + o + b) * k * size;
+                int64_t later = (part * LANES + b) / 4 + lead, ahead = later / (LANES / 4); /* groups of LANES rows */
+                int64_t at = ahead % parts * outs + o + ahead / parts * LANES + later % (LANES / 4) * 4;
+                block(wide, n, w, m - b < 4 ? m - b : 4, k, x, stride, sums[part] + b, all + at * k * size, tile);
             }
-            for (int64_t j = from; j < to; j++)
-                prepare(form, a, slab + j, stride, own + j * stride * X_SIZE(form), row);
-            if (shared) { BARRIER }
-        }
-        for (int64_t o = low; o < high; o += LANES) {
-            const int m = (int)(high - o < LANES ? high - o : LANES);
-            for (int part = 0; part < parts; part++)
-                for (int b = 0; b < m; b += 4) {
-                    const char *w = all + (part * outs + o + b) * k * size;
-                    int64_t later = (part * LANES + b) / 4 + lead, ahead = later / (LANES / 4); /* groups of LANES rows */
-                    int64_t at = ahead % parts * outs + o + ahead / parts * LANES + later % (LANES / 4) * 4;
-                    block(wide, n, w, m - b < 4 ? m - b : 4, k, x, stride, sums[part] + b,
-                          all + at * k * size, tile);
-                }
-            finish_rows(wide, a, slab, n, o, m, sums[0], sums[1]);
-        }
+        finish_rows(wide, a, slab, n, o, m, sums[0], sums[1]);
     }
 }
 
-/* the same with weights in blocks. GATE_UP: the matrix has two parts, gate and up */
-INLINE void linear_blocks(const int wide, Team me, const Linear *a, void *room) {
-    const int64_t k = a->k;
-    const int pair = a->kind == GATE_UP, shared = a->tokens >= SHARED;
-    int64_t groups = 0, low, high;
-    for (int p = 0; p < (pair ? 1 : a->w->parts); p++) groups += (a->w->part[p].rows + LANES - 1) / LANES;
-    share(me, groups, &low, &high);
-    float *sums = scratch(0, 2 * BLOCK_SLAB * LANES * sizeof(float) + (shared ? 0 : quants_room(a->tokens, k)));
+INLINE void prepare_blocks(const int wide, const Stage *stage, int64_t chunk, int first) {
+    const Linear *a = stage->given;
+    const int64_t low = chunk * PREPARED, n = tokens_in_slab(a, stage->at), row = a->k * (wide ? 4 : 2);
+    const Quants to = quants_in(a->prepared, n, a->k);
+    for (int64_t t = low; t < low + PREPARED && t < n; t++)
+        quantise(wide, (const char *)a->x + (stage->at + t) * row, a->norm, a->eps, a->k, &to, t);
+}
+
+/* GATE_UP: the matrix has two parts, gate and up */
+INLINE void multiply_blocks(const int wide, const Stage *stage, int64_t chunk, int first) {
+    const Linear *a = stage->given;
+    const int own = way_of(wide, a) == OWN;
+    const int64_t k = a->k, slab = stage->at, n = tokens_in_slab(a, slab), width = chunk_groups(wide, a);
+    const int64_t low = chunk * width, groups = groups_of(a), high = low + width < groups ? low + width : groups;
+    float *sums = scratch(0, 2 * BLOCK_SLAB * LANES * sizeof(float) + (own ? quants_room(a->tokens, k) : 0));
     float *second = sums + BLOCK_SLAB * LANES;
-    for (int64_t slab = 0; slab < a->tokens; slab += BLOCK_SLAB) {
-        const int64_t n = a->tokens - slab < BLOCK_SLAB ? a->tokens - slab : BLOCK_SLAB;
-        const Quants x = quants_in(shared ? room : (char *)(second + BLOCK_SLAB * LANES), n, k);
-        int64_t from = 0, to = n;
-        if (shared) {
-            share(me, n, &from, &to);
-            if (slab) { BARRIER } /* all threads are done with the last slab */
-        }
-        for (int64_t t = from; t < to; t++)
-            quantise(wide, (const char *)a->x + (slab + t) * k * (wide ? 4 : 2), a->norm, a->eps, k, &x, t);
-        if (shared) { BARRIER }
-        const Part *part = a->w->part;
-        int64_t row = low * LANES, before = 0; /* row: in the part; before: rows of the parts before it */
-        for (int64_t g = low; g < high; g++, row += LANES) {
-            while (row >= part->rows) row -= (part->rows + LANES - 1) / LANES * LANES, before += part->rows, part++;
-            multiply_rows(part, row, k, &x, sums);
-            if (pair) multiply_rows(part + 1, row, k, &x, second);
-            finish_rows(wide, a, slab, n, before + row, part->rows - row < LANES ? (int)(part->rows - row) : LANES, sums, second);
-        }
+    const Quants x = quants_in(own ? (char *)(second + BLOCK_SLAB * LANES) : a->prepared, n, k);
+    for (int64_t t = 0; first && own && t < n; t++)
+        quantise(wide, (const char *)a->x + t * k * (wide ? 4 : 2), a->norm, a->eps, k, &x, t);
+    const Part *part = a->w->part;
+    int64_t row = low * LANES, before = 0; /* row: in the part; before: rows of the parts before it */
+    for (int64_t g = low; g < high; g++, row += LANES) {
+        while (row >= part->rows) row -= parts_of(part->rows, LANES) * LANES, before += part->rows, part++;
+        multiply_rows(part, row, k, &x, sums);
+        if (a->kind == GATE_UP) multiply_rows(part + 1, row, k, &x, second);
+        finish_rows(wide, a, slab, n, before + row, part->rows - row < LANES ? (int)(part->rows - row) : LANES, sums, second);
     }
 }
 
-#define LINEAR(name, function, wide) \
-    static __attribute__((noinline)) void name(Team me, const Linear *a, void *room) { function(wide, me, a, room); }
-LINEAR(dense_bf16, linear_as, 0)
-LINEAR(dense_float, linear_as, 1)
-LINEAR(blocks_bf16, linear_blocks, 0)
-LINEAR(blocks_float, linear_blocks, 1)
-INLINE void linear_team(const int wide, Team me, const Linear *a, void *room) {
-    if (a->w->part[0].format == DENSE) (wide ? dense_float : dense_bf16)(me, a, room);
-    else (wide ? blocks_float : blocks_bf16)(me, a, room);
+/* the functions of stages: name_bf16 and name_float */
+#define STAGE(name)                                                                                              \
+    static void name##_bf16(const Stage *stage, int64_t chunk, int first) { name(0, stage, chunk, first); }      \
+    static void name##_float(const Stage *stage, int64_t chunk, int first) { name(1, stage, chunk, first); }
+STAGE(prepare_dense)
+STAGE(multiply_dense)
+STAGE(prepare_blocks)
+STAGE(multiply_blocks)
+#define BY_DTYPE(wide, name) ((wide) ? name##_float : name##_bf16)
+
+/* how many stages a product of this many tokens has at most */
+INLINE int64_t linear_stages(int64_t tokens) { return 2 * parts_of(tokens, SLAB); }
+
+static void add_linear(Job *job, int wide, const Linear *a) {
+    const int64_t chunks = parts_of(groups_of(a), chunk_groups(wide, a));
+    for (int64_t slab = 0; slab < a->tokens; slab += slab_of(a)) {
+        if (way_of(wide, a) == SHARED)
+            add_stage(job, in_blocks(a) ? BY_DTYPE(wide, prepare_blocks) : BY_DTYPE(wide, prepare_dense), a, slab,
+                      parts_of(tokens_in_slab(a, slab), PREPARED));
+        add_stage(job, in_blocks(a) ? BY_DTYPE(wide, multiply_blocks) : BY_DTYPE(wide, multiply_dense), a, slab, chunks);
+    }
 }
