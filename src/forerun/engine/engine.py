@@ -7,6 +7,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,7 +30,8 @@ from forerun.engine.state import RowState
 from forerun.engine.stats import DraftStats
 from forerun.engine.step import Committed, InFlight, Step, Times
 from forerun.engine.text import Detokenizer, TextStream
-from forerun.kernels.cpu import isa_of
+from forerun.kernels import cpu
+from forerun.kernels.cpu_threads import only_this_thread
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Event, FinishReason, Request, require
 from forerun.verify.sampling import SamplingState, check_request
@@ -143,7 +145,8 @@ class Engine:
         self._committing: Sequence | None = None
         self.stats = EngineStats()
         self._vocab = target.vocab
-        self._cpu_isa = isa_of(target.kernels)
+        self._cpu_isa, self._threads = cpu.isa_of(target.kernels), cpu.threads_of(target.kernels)
+        self._around_step = only_this_thread if self._cpu_isa else nullcontext  # plain torch needs its threads
         self._detokenizer = detokenizer
         self._live: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
@@ -209,7 +212,8 @@ class Engine:
     def warm_up(self) -> None:
         """Before the first request: capture the launches of greedy and sampled decoding and of prompts. Without graphs, measure
         the cost of steps if drafts are adaptive."""
-        self._step.warm_up()
+        with self._around_step():
+            self._step.warm_up()
 
     @property
     def drafter_needs(self) -> Needs:
@@ -229,8 +233,8 @@ class Engine:
         return f"{room}; CUDA graphs took {capturing[0]:.1f} s and {capturing[1] / 1e6:,.0f} MB"
 
     def settings(self) -> dict[str, Any]:
-        """The settings in force, with all defaults; cpu_isa: the instruction set of the CPU kernels; graphs: the cost of
-        capturing, None without graphs."""
+        """The settings in force, with all defaults; cpu_isa: the instruction set of the CPU kernels; threads: how
+        many compute the products on a CPU; graphs: the cost of capturing, None without graphs."""
         c, capturing = self.config, self._step.runner.capturing
         return {
             "dtype": str(self.kv.keys[0].dtype).removeprefix("torch."),
@@ -245,7 +249,7 @@ class Engine:
             "adaptive_drafts": c.adaptive_drafts,
             "gpu_memory_utilization": c.gpu_memory_utilization,
             "seed": c.seed,
-            "threads": torch.get_num_threads(),
+            "threads": self._threads,
             "speculative_config": c.speculation.effective() if c.speculation else None,
             "graphs": {"seconds": capturing[0], "bytes": capturing[1]} if capturing is not None else None,
         }
@@ -304,7 +308,7 @@ class Engine:
 
         An exception ends the request that it belongs to, with an event whose finish reason is "error". All others go on from
         their committed tokens. If the request is not known, each one in the step runs alone until it commits or fails."""
-        with Uninterrupted():
+        with Uninterrupted(), self._around_step():
             self._guard(self._advance)
         events, self._events = self._events, []
         return events
