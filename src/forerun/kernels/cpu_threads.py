@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from forerun.system import MACHINE, control_groups
 from forerun.types import require
 
 SETTING = "FORERUN_CPU_THREADS"
@@ -31,7 +32,7 @@ def threads() -> int:
     return int(given)
 
 
-def cores(root: Path = Path("/")) -> int:
+def cores(root: Path = MACHINE) -> int:
     """The cores that this process may use, at least 1: those of its affinity, hardware threads of one core counted once, and no
     more than its cgroups allow time for, rounded up. root: where /proc and /sys are."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -40,21 +41,9 @@ def cores(root: Path = Path("/")) -> int:
     return max(1, math.ceil(min(len(found), quota(root))))
 
 
-def quota(root: Path = Path("/")) -> float:
-    """The CPU time that the cgroups of this process allow, in cores; infinite without a limit. Versions 1 and 2; the limit of a
-    group holds for the groups in it."""
-    most = math.inf
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        bases = ("cpu", "cpu,cpuacct") if controllers else ("", "unified")
-        parts = [part for part in path.split("/") if part and part != ".."]
-        # A container may see its own group as the root and still be told the path outside. Folders that are missing are passed.
-        for base in bases:
-            for depth in range(len(parts) + 1):
-                most = min(most, _limit((root / "sys/fs/cgroup" / base).joinpath(*parts[:depth])))
-    return most
+def quota(root: Path = MACHINE) -> float:
+    """The CPU time that the cgroups of this process allow, in cores; infinite without a limit."""
+    return min((_limit(group) for group in control_groups("cpu", root)), default=math.inf)
 
 
 def _limit(group: Path) -> float:

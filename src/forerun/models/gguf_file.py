@@ -1,6 +1,6 @@
 """Reads the header of a GGUF file: metadata, and where each tensor is. The reader of the gguf package makes arrays for each
-string. For the 400,000 of Llama 3's vocabulary it takes 12 seconds and 0.6 GB, and this one 0.9 seconds and 0.05 GB. The format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+string. For the 400,000 of Llama 3's vocabulary it takes 12 seconds and 0.6 GB, and this one 0.9 seconds and 0.05 GB.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
