@@ -16,9 +16,11 @@ import tokenizers
 from gguf import TokenType
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from forerun.llm import LLM
 from forerun.models.gguf_tokenizer import SPLITS, end_ids, tokenizer_files
 from forerun.models.tokenizer import Detokenizer, Tokenizer
-from forerun.types import SettingError
+from forerun.types import SamplingParams, SettingError
+from tests.tiny import tiny_model
 
 N, C, U, X, B, UNK = (
     TokenType.NORMAL, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.BYTE, TokenType.UNKNOWN,
@@ -322,6 +324,21 @@ def test_where_a_space_is_added(template: str | None, control: bool, first: bool
     if template and not control:
         text = ours.render_chat([{"role": "user", "content": "b"}])
         assert shown(ours, text)[:3] == ["<s>", "▁", "<0x5B>"]
+
+
+@pytest.mark.parametrize(("first", "space"), [(True, True), (False, True), (False, False)])
+def test_a_text_that_continues_another(first: bool, space: bool, tmp_path: Path) -> None:
+    """It gets no space before it. So a bad word is known behind a space and without one."""
+    folder = tiny_model(tmp_path, vocab=300)
+    pieces = [("ab", N, -2.0), ("▁ab", N, -3.0), ("[INST]", C if first else N, 0.0)]
+    ours = made(small(tmp_path, *pieces, put=lambda writer: writer.add_add_space_prefix(space)), tmp_path)
+    ab, spaced, lone = (ours.id_of(text) for text in ("ab", "▁ab", "▁"))
+    assert ours.encode("ab", False) == [spaced if space else ab]
+    assert ours.encode("ab", False, continues=True) == [ab]
+    assert ours.encode(" ab", False, continues=True) == [spaced]
+    assert ours.encode("  ab<s>ab", False, continues=True) == [lone, spaced, 1, ab]
+    request = LLM(folder, kv_cache_tokens=64).prepare("a", SamplingParams(bad_words=("ab",)))
+    assert set(request.banned) == {(ab,), (spaced,)}
 
 
 def test_merges_of_the_file_take_precedence(tmp_path: Path) -> None:

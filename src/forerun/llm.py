@@ -426,7 +426,7 @@ class LLM:
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """The token sequences of a bad word, with and without a space before it. Sequences with a token that the model lacks
         are left out, since it never produces them."""
-        found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (word, " " + word.lstrip())}
+        found = {tuple(self.tokenizer.encode(text, False, continues=True)) for text in (word, " " + word.lstrip())}
         return [ids for ids in found if ids and max(ids) < self.model.target.vocab]
 
     def _requests(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:

@@ -66,12 +66,23 @@ class Tokenizer:
         self.bytes_of = TokenBytes(self.inner, to_bytes, _literal(self.inner) if self._byte_level else {})
         self._compiled: dict[str, Template] = {}
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
         """The ids of a text. The names of special tokens in it become those tokens. add_special_tokens: add the tokens of
         tokenizer.json's post-processor before and after the text, as changed by add_bos_token and add_eos_token of
-        tokenizer_config.json (often none); a rendered chat has them already, so give False for it."""
-        ids = self.inner.encode(text, add_special_tokens=False).ids
+        tokenizer_config.json (often none); a rendered chat has them already, so give False for it. continues: the text goes on
+        where another ends, so that a SentencePiece vocabulary puts no space before it."""
+        inner = self._continuing if continues else self.inner
+        ids = inner.encode(text, add_special_tokens=False).ids
         return [*self._front, *ids, *self._behind] if add_special_tokens else ids
+
+    @functools.cached_property
+    def _continuing(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, but that it puts no space before a text."""
+        if self._byte_level:
+            return self.inner
+        spec = json.loads(self.inner.to_str())
+        spec |= {part: _without_space(spec[part]) for part in ("normalizer", "pre_tokenizer")}
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Ids without a token are left out."""
@@ -245,6 +256,15 @@ def _byte_reader(decoder: Mapping[str, Any], path: Path) -> tuple[Callable[[str]
         return sentence_piece, False
     found = ", ".join(map(str, kinds))
     raise LoadError("tokenizer", str(path), f"its decoder is {found}; supported are ByteLevel, Metaspace and ByteFallback")
+
+
+def _without_space(step: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer without what puts a space before a text. None: nothing is left of it."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    lists = {key: value for key, value in step.items() if key in ("normalizers", "pretokenizers")}
+    kept = {key: [inner for each in value if (inner := _without_space(each)) is not None] for key, value in lists.items()}
+    return {**step, **kept, **({"prepend_scheme": "never"} if step["type"] == "Metaspace" else {})}
 
 
 def _literal(inner: tokenizers.Tokenizer) -> dict[int, bytes]:
