@@ -185,15 +185,26 @@ MULTIPLY(multiply_q8_0, Q8_0)
 MULTIPLY(multiply_q5_1, Q5_1)
 #endif
 
-/* LANES rows of blocks: row r begins at at + r * stride. Addresses are computed, since so many pointers do not fit the registers. */
-typedef struct { const char *at; int64_t stride; } Grid;
+/* LANES rows of blocks. row: every fourth row; those between are once, twice and three times the stride further. So the addresses
+ * of all rows fit into the registers. next: what is prefetched meanwhile, as many bytes as are read */
+typedef struct { const char *row[LANES / 4]; int64_t stride, three; const char *next; } Grid;
+
+INLINE Grid grid_of(const char *at, int64_t stride, const char *next) {
+    Grid grid = {.stride = stride, .three = 3 * stride, .next = next};
+    for (int i = 0; i < LANES / 4; i++) grid.row[i] = at + 4 * i * stride;
+    return grid;
+}
+
+INLINE const char *row_of(const Grid *rows, int r) {
+    return rows->row[r / 4] + (r % 4 == 3 ? rows->three : r % 4 * rows->stride);
+}
 
 /* to[c], lane r: word c of the 16 bytes from byte `skip` of row r on */
-INLINE void words_of(Grid rows, int64_t skip, vu *to) {
-    const int64_t stride = rows.stride;
-    const char *at = rows.at + skip;
+INLINE void words_of(const Grid *rows, int64_t skip, vu *to) {
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES / 4; i++) fetch(rows->next + skip * LANES + 64 * i);
 #if AVX512
-#define FROM(r) _mm_loadu_si128((const __m128i *)(at + (r) / 4 * 4 * stride + (r) % 4 * stride))
+#define FROM(r) _mm_loadu_si128((const __m128i *)(row_of(rows, r) + skip))
     __m512i x[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -206,7 +217,7 @@ INLINE void words_of(Grid rows, int64_t skip, vu *to) {
     to[2] = (vu)_mm512_unpacklo_epi64(c, d), to[3] = (vu)_mm512_unpackhi_epi64(c, d);
 #undef FROM
 #elif AVX2
-#define FROM(r) _mm_loadu_si128((const __m128i *)(at + (r) / 4 * 4 * stride + (r) % 4 * stride))
+#define FROM(r) _mm_loadu_si128((const __m128i *)(row_of(rows, r) + skip))
     __m256i x[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(FROM(i)), FROM(4 + i), 1);
@@ -217,7 +228,7 @@ INLINE void words_of(Grid rows, int64_t skip, vu *to) {
 #undef FROM
 #else
     vu x[4];
-    for (int r = 0; r < 4; r++) x[r] = load_words(at + r * stride);
+    for (int r = 0; r < 4; r++) x[r] = load_words(row_of(rows, r) + skip);
     for (int c = 0; c < 4; c++) to[c] = (vu){x[0][c], x[1][c], x[2][c], x[3][c]};
 #endif
 }
@@ -243,7 +254,7 @@ INLINE vu sixteens(vu words, int at) { return ((words >> at & 15) * 0x02040810u)
 
 /* Blocks of 32 weights: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. A block is the scale (float16), low (float16, where the format has one),
  * the fifth bits (where it has them), and the rest: 4 bits of weights i and i + 16 in byte i, or 8 bits of weight i. */
-INLINE void unpack_small(const int format, Grid rows, int blocks, Tile *to) {
+INLINE void unpack_small(const int format, const Grid *rows, int blocks, Tile *to) {
     const int low = format == Q4_1 || format == Q5_1, five = format == Q5_0 || format == Q5_1, eight = format == Q8_0;
     const int64_t size = block_bytes(format), header = size - (eight ? 32 : 16);
     /* the words of a block from its last 16 (or 32) bytes back; a header of whole words comes with those of a group of blocks */
@@ -251,7 +262,7 @@ INLINE void unpack_small(const int format, Grid rows, int blocks, Tile *to) {
     uint32_t first[SEGMENT][LANES], fifths[SEGMENT][LANES];
     for (int b = 0; b < blocks; b++)
         for (int r = 0; group == 1 && r < LANES; r++) {
-            const char *at = rows.at + r * rows.stride + b * size;
+            const char *at = row_of(rows, r) + b * size;
             uint32_t word;
             memcpy(&word, at, 4);
             *(volatile uint32_t *)&first[b][r] = word; /* the compiler would collect these words in vectors, which takes longer */
@@ -291,7 +302,7 @@ INLINE void unpack_small(const int format, Grid rows, int blocks, Tile *to) {
 
 /* Q4_K and Q5_K: 256 weights. The scale and low (float16), 6 bits of scale and low for each block, the fifth bits (of block b in
  * bit b of 32 bytes), and 4 bits of two blocks in each 32 bytes */
-INLINE void unpack_large(const int five, Grid rows, Tile *to) {
+INLINE void unpack_large(const int five, const Grid *rows, Tile *to) {
     vu head[4], fifths[8];
     words_of(rows, 0, head);
     const vf scale = halves(head[0]), low = -halves(head[0] >> 16);
@@ -320,7 +331,7 @@ INLINE void unpack_large(const int five, Grid rows, Tile *to) {
 }
 
 /* Q6_K: 256 weights. 4 bits (128 bytes), 2 bits (64 bytes), scales of 16 weights each (int8), the scale of all (float16) */
-INLINE void unpack_q6_k(Grid rows, Tile *to) {
+INLINE void unpack_q6_k(const Grid *rows, Tile *to) {
     vu tail[4], fine[4];
     words_of(rows, 194, tail); /* its last 2 bytes are the scale */
     words_of(rows, 192, fine);
@@ -337,9 +348,9 @@ INLINE void unpack_q6_k(Grid rows, Tile *to) {
     }
 }
 
-typedef void Unpack(Grid rows, int blocks, Tile *to);
+typedef void Unpack(const Grid *rows, int blocks, Tile *to);
 #define UNPACK(name, call) \
-    static void name(Grid rows, int blocks, Tile *to) { call; }
+    static void name(const Grid *rows, int blocks, Tile *to) { call; }
 UNPACK(unpack_q4_0, unpack_small(Q4_0, rows, blocks, to))
 UNPACK(unpack_q4_1, unpack_small(Q4_1, rows, blocks, to))
 UNPACK(unpack_q5_0, unpack_small(Q5_0, rows, blocks, to))
@@ -409,12 +420,6 @@ INLINE void quantise(const int wide, const void *x, const void *norm, float eps,
 
 enum { EDGE = 8 * 34 }; /* bytes of a row's segment at most */
 
-/* `count` rows of these numbers (NULL: the first ones), `bytes` of each, copied to `to` [LANES][EDGE]. The others are not set. */
-INLINE Grid copied(Grid from, const int64_t *rows, int count, int64_t bytes, char *to) {
-    for (int r = 0; r < count; r++) memcpy(to + r * EDGE, from.at + (rows ? rows[r] : r) * from.stride, bytes);
-    return (Grid){to, EDGE};
-}
-
 /* sums [x->tokens][LANES] = rows first .. first + LANES - 1 of the part times x. Rows past the end give any numbers. Meanwhile
  * later rows are prefetched. */
 static void multiply_rows(const Part *part, int64_t first, int64_t k, const Quants *x, float *sums) {
@@ -422,15 +427,18 @@ static void multiply_rows(const Part *part, int64_t first, int64_t k, const Quan
     const int64_t step = SEGMENT / block_count(part->format) * block_bytes(part->format);
     Unpack *unpack = unpack_as[part->format];
     Multiply *multiply = multiply_as[part->format];
-    Grid at = {part->data + first * bytes, bytes};
-    const char *next = at.at + LANES * (1 + LEAD / (LANES * bytes)) * bytes;
+    const char *at = part->data + first * bytes, *next = at + LANES * (1 + LEAD / (LANES * bytes)) * bytes;
     Tile tile;
     char edge[LANES * EDGE];
     memset(sums, 0, x->tokens * LANES * sizeof(float));
-    for (int64_t b = 0; b < blocks; b += SEGMENT, at.at += step) {
+    for (int64_t b = 0; b < blocks; b += SEGMENT, at += step, next += step * LANES) {
         const int n = (int)(blocks - b < SEGMENT ? blocks - b : SEGMENT);
-        for (const char *end = next + step * n / SEGMENT * LANES; next < end; next += 64) fetch(next);
-        unpack(rows < LANES ? copied(at, NULL, (int)rows, step * n / SEGMENT, edge) : at, n, &tile);
+        Grid grid = grid_of(at, bytes, next);
+        if (rows < LANES) {
+            for (int64_t r = 0; r < rows; r++) memcpy(edge + r * EDGE, at + r * bytes, step * n / SEGMENT);
+            grid = grid_of(edge, EDGE, next);
+        }
+        unpack(&grid, n, &tile);
         for (int64_t t = 0; t < x->tokens; t += CHUNK_TOKENS) {
             const int64_t left = x->tokens - t;
             multiply((int)(left < CHUNK_TOKENS ? left : CHUNK_TOKENS), &tile, n, x, b * x->tokens + t, sums + t * LANES);
@@ -449,15 +457,18 @@ INLINE float weight_of(int64_t format, const Tile *tile, int b, int i, int r) {
 
 /* y [count][k] = rows ids[0 .. count - 1] of the part, as numbers */
 INLINE void expand_rows(const int wide, const Part *part, int64_t k, const int64_t *ids, int64_t count, void *y) {
-    const int64_t blocks = k / 32, step = SEGMENT / block_count(part->format) * block_bytes(part->format);
+    const int64_t bytes = row_bytes(part->format, k), blocks = k / 32;
+    const int64_t step = SEGMENT / block_count(part->format) * block_bytes(part->format);
     Tile tile;
     char edge[LANES * EDGE];
     for (int64_t first = 0; first < count; first += LANES) {
         const int rows = count - first < LANES ? (int)(count - first) : LANES;
-        Grid at = {part->data, row_bytes(part->format, k)};
-        for (int64_t b = 0; b < blocks; b += SEGMENT, at.at += step) {
+        const char *at = part->data;
+        for (int64_t b = 0; b < blocks; b += SEGMENT, at += step) {
             const int n = (int)(blocks - b < SEGMENT ? blocks - b : SEGMENT);
-            unpack_as[part->format](copied(at, ids + first, rows, step * n / SEGMENT, edge), n, &tile);
+            for (int r = 0; r < rows; r++) memcpy(edge + r * EDGE, at + ids[first + r] * bytes, step * n / SEGMENT);
+            const Grid grid = grid_of(edge, EDGE, edge);
+            unpack_as[part->format](&grid, n, &tile);
             for (int r = 0; r < rows; r++)
                 for (int i = 0; i < 32 * n; i += LANES) {
                     float values[LANES];
