@@ -1,6 +1,6 @@
 /* Products with weights in the block formats of GGUF files, as they are stored
- * (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). A weight is an integer times the scale of its block of 32, and in some
- * formats plus a number, `low`. Larger blocks are taken as several blocks of 32.
+ * (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). A weight is an integer times the scale of its block of 32, and in
+ * some formats plus a number, `low`. Larger blocks are taken as several blocks of 32.
  *
  * Activations are quantised for each token, 32 values at a time, to integers of 8 bits. Products of integers are exact. So
  *
@@ -185,8 +185,8 @@ MULTIPLY(multiply_q8_0, Q8_0)
 MULTIPLY(multiply_q5_1, Q5_1)
 #endif
 
-/* LANES rows of blocks. row: every fourth row; those between are once, twice and three times the stride further. So the addresses
- * of all rows fit into the registers. next: what is prefetched meanwhile, as many bytes as are read */
+/* LANES rows of blocks. row: every fourth row; those between are once, twice and three times the stride further. So the
+ * addresses of all rows fit into the registers. next: what is prefetched meanwhile, as many bytes as are read */
 typedef struct { const char *row[LANES / 4]; int64_t stride, three; const char *next; } Grid;
 
 INLINE Grid grid_of(const char *at, int64_t stride, const char *next) {
@@ -252,12 +252,12 @@ INLINE vf halves(vu words) {
 /* the 4 bits of each word from bit `at` on, as 16 in each of its 4 bytes */
 INLINE vu sixteens(vu words, int at) { return ((words >> at & 15) * 0x02040810u) & 0x10101010u; }
 
-/* Blocks of 32 weights: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. A block is the scale (float16), low (float16, where the format has one),
+/* Blocks of 32 weights: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. A block is the scale (float16), low (float16, if the format has one),
  * the fifth bits (where it has them), and the rest: 4 bits of weights i and i + 16 in byte i, or 8 bits of weight i. */
 INLINE void unpack_small(const int format, const Grid *rows, int blocks, Tile *to) {
     const int low = format == Q4_1 || format == Q5_1, five = format == Q5_0 || format == Q5_1, eight = format == Q8_0;
     const int64_t size = block_bytes(format), header = size - (eight ? 32 : 16);
-    /* the words of a block from its last 16 (or 32) bytes back; a header of whole words comes with those of a group of blocks */
+    /* blocks that are read together: their bytes, headers included, are pieces of 16 */
     const int group = format == Q4_1 ? 4 : format == Q5_1 ? 2 : 1;
     uint32_t first[SEGMENT][LANES], fifths[SEGMENT][LANES];
     for (int b = 0; b < blocks; b++)
@@ -265,7 +265,7 @@ INLINE void unpack_small(const int format, const Grid *rows, int blocks, Tile *t
             const char *at = row_of(rows, r) + b * size;
             uint32_t word;
             memcpy(&word, at, 4);
-            *(volatile uint32_t *)&first[b][r] = word; /* the compiler would collect these words in vectors, which takes longer */
+            *(volatile uint32_t *)&first[b][r] = word; /* without it the compiler collects words in vectors, which is slower */
             if (!five) continue;
             memcpy(&word, at + 2, 4);
             *(volatile uint32_t *)&fifths[b][r] = word;
@@ -280,8 +280,10 @@ INLINE void unpack_small(const int format, const Grid *rows, int blocks, Tile *t
         } else if (b + group <= blocks) {
             for (int i = 0; i < group * size / 16; i++) words_of(rows, b * size + 16 * i, w + 4 * i);
         } else {
-            for (int i = 0; i < blocks - b; i++)
-                words_of(rows, (b + i) * size, w + i * size / 4), words_of(rows, (b + i) * size + header, w + (i * size + header) / 4);
+            for (int i = 0; i < blocks - b; i++) {
+                words_of(rows, (b + i) * size, w + i * size / 4);
+                words_of(rows, (b + i) * size + header, w + (i * size + header) / 4);
+            }
         }
         for (int i = 0; i < group; i++) {
             const vu *from = w + i * size / 4, *rest = from + (group == 1 ? 1 + five : header / 4);
@@ -300,8 +302,8 @@ INLINE void unpack_small(const int format, const Grid *rows, int blocks, Tile *t
     }
 }
 
-/* Q4_K and Q5_K: 256 weights. The scale and low (float16), 6 bits of scale and low for each block, the fifth bits (of block b in
- * bit b of 32 bytes), and 4 bits of two blocks in each 32 bytes */
+/* Q4_K and Q5_K: 256 weights. The scale and low (float16), 6 bits of scale and low for each block, the fifth bits (of block b
+ * in bit b of 32 bytes), and 4 bits of two blocks in each 32 bytes */
 INLINE void unpack_large(const int five, const Grid *rows, Tile *to) {
     vu head[4], fifths[8];
     words_of(rows, 0, head);
@@ -365,7 +367,8 @@ static Unpack *const unpack_as[] = {
     NULL, unpack_q4_0, unpack_q4_1, unpack_q5_0, unpack_q5_1, unpack_q8_0, unpack_q4_k, unpack_q5_k, unpack_six,
 };
 static Multiply *const multiply_as[] = {
-    NULL, multiply_q4_0, multiply_q4_1, multiply_q5_0, multiply_q5_1, multiply_q8_0, multiply_q4_1, multiply_q5_1, multiply_q6_k,
+    NULL, multiply_q4_0, multiply_q4_1, multiply_q5_0, multiply_q5_1, multiply_q8_0,
+    multiply_q4_1, multiply_q5_1, multiply_q6_k,
 };
 
 /* where the quantised activations of so many tokens are, in memory of quants_room bytes */
