@@ -46,12 +46,20 @@ typedef struct { int8_t *q; float *d, *ds; int32_t *sums; int64_t tokens; } Quan
 /* how weights are multiplied: the largest number, what is subtracted from each, and whether `low` and two scales are there */
 typedef struct { int most, offset, low, halves; } Form;
 
+INLINE int32_t four(const int8_t *x) { int32_t v; memcpy(&v, x, 4); return v; }
+
+/* dot4: acc + the products of 4 weights in each lane with the same 4 activations */
 #if defined(__AVX512VNNI__) && AVX512
 #define DOT_BYTES 1
-INLINE vi dot4(vi acc, vu w, int32_t x) { return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x)); }
+INLINE vi dot4(vi acc, vu w, const int8_t *x) { /* the compiler would load and repeat x by another instruction */
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const int32_t *)x));
+    return acc;
+}
 #elif defined(__AVXVNNI__) && AVX2
 #define DOT_BYTES 1
-INLINE vi dot4(vi acc, vu w, int32_t x) { return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(x)); }
+INLINE vi dot4(vi acc, vu w, const int8_t *x) {
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(four(x)));
+}
 #elif AVX512
 typedef __m512i Bytes;
 #define BYTES(op) _mm512_##op
@@ -63,13 +71,13 @@ INLINE Bytes with_sign(Bytes x, Bytes w) { return _mm256_sign_epi8(x, w); }
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 #define DOT_BYTES 1
-INLINE vi dot4(vi acc, vu w, int32_t x) {
-    return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+INLINE vi dot4(vi acc, vu w, const int8_t *x) {
+    return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(four(x))));
 }
 #else
 #define DOT_BYTES 1
-INLINE vi dot4(vi acc, vu w, int32_t x) {
-    for (int i = 0; i < 4; i++) acc += ((vi)(w << (24 - 8 * i)) >> 24) * (int32_t)(int8_t)(x >> 8 * i);
+INLINE vi dot4(vi acc, vu w, const int8_t *x) {
+    for (int i = 0; i < 4; i++) acc += ((vi)(w << (24 - 8 * i)) >> 24) * (int32_t)x[i];
     return acc;
 }
 #endif
@@ -93,8 +101,6 @@ INLINE Form form_of(int64_t format) {
     }
 }
 
-INLINE int32_t four(const int8_t *x) { int32_t v; memcpy(&v, x, 4); return v; }
-
 /* start + the products of 4 * count weights of each row with the same number of activations. most: as in Form */
 INLINE vi dot(const int most, const int count, const vu *w, const int8_t *x, int32_t start) {
     vi sum = (vi){0} + start;
@@ -102,8 +108,8 @@ INLINE vi dot(const int most, const int count, const vu *w, const int8_t *x, int
     vi other = {0}; /* two chains, since each addition waits for the one before */
 #pragma GCC unroll 8
     for (int j = 0; j < count; j += 2) {
-        sum = dot4(sum, w[j], four(x + 4 * j));
-        other = dot4(other, w[j + 1], four(x + 4 * j + 4));
+        sum = dot4(sum, w[j], x + 4 * j);
+        other = dot4(other, w[j + 1], x + 4 * j + 4);
     }
     return sum + other;
 #else
