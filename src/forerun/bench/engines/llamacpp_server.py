@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 
-KINDS = ("none", "ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache", "draft-simple")
+KINDS = ("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "draft-simple")
 
 
 def main() -> None:
@@ -49,6 +49,7 @@ def main() -> None:
     if args.spec_ngram_simple_size_m is not None:
         params.speculative.ngram_simple.size_m = args.spec_ngram_simple_size_m
     print(f"build info: xllamacpp-{xllamacpp.__version__}", flush=True)  # its BUILD_INFO names no build of llama.cpp
+    print(f"system_info: {xllamacpp.get_system_info()}", flush=True)
     server = xllamacpp.Server(params)
     print("listening on", server.listening_address, flush=True)
     stop = threading.Event()
