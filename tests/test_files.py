@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -13,9 +14,11 @@ import gguf as gguf_package
 import pytest
 import torch
 
-from forerun.models import gguf, hub
+from forerun.models import gguf, hub, loading
+from forerun.models.config import ModelConfig
 from forerun.models.files import INDEX
 from forerun.models.tokenizer import Tokenizer
+from forerun.models.weights import Weights
 from forerun.types import LoadError, SettingError
 from tests.test_loading import Q, change, load, logits, shard, write_gguf
 from tests.tiny import tiny_model
@@ -235,7 +238,7 @@ def test_any_metadata_of_a_gguf(folder: Path, tmp_path: Path) -> None:
             out.mkdir()
 
             def use(path: Path = path, out: Path = out) -> None:
-                gguf.convert(path, out, silent)
+                gguf.describe(path, out, silent)
                 load(out)
                 Tokenizer(out)
 
@@ -254,8 +257,8 @@ def test_a_gguf_with_bytes_turned(folder: Path, tmp_path: Path) -> None:
         (tmp_path / "bad.gguf").write_bytes(data)
         out = tmp_path / str(trial)
         out.mkdir()
-        worked = works_or_names("bad.gguf", lambda out=out: gguf.convert(tmp_path / "bad.gguf", out, silent))  # type: ignore[misc]
-        assert worked or trial % 3 > 0 or not (out / "model.safetensors").exists()
+        worked = works_or_names("bad.gguf", lambda out=out: gguf.describe(tmp_path / "bad.gguf", out, silent))  # type: ignore[misc]
+        assert worked or trial % 3 > 0 or not (out / "gguf.json").exists()
 
 
 def test_the_ends_that_a_gguf_tells(folder: Path, tmp_path: Path, own_cache: Path) -> None:
@@ -279,16 +282,16 @@ def test_the_ends_that_a_gguf_tells(folder: Path, tmp_path: Path, own_cache: Pat
 
 
 def broken_in_every_way(converted: Path) -> list[tuple[str, bytes | None]]:
-    """Files of a conversion with what may become of them: gone, empty, cut short, of zeros."""
+    """Files of a model's folder in the cache with what may become of them: gone, empty, cut short, of zeros."""
     cases: list[tuple[str, bytes | None]] = []
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "gguf.json"):
         data = (converted / name).read_bytes()
         cases += [(name, b""), (name, data[: len(data) // 2]), (name, bytes(len(data)))]
         cases += [] if name == "tokenizer_config.json" else [(name, None)]
     return cases
 
 
-def test_a_broken_conversion_is_made_again(folder: Path, tmp_path: Path, own_cache: Path) -> None:
+def test_a_broken_folder_in_the_cache_is_made_again(folder: Path, tmp_path: Path, own_cache: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", folder)
     converted = hub.resolve(path, silent)
     expected = logits(load(converted), [5, 6, 7])
@@ -302,42 +305,88 @@ def test_a_broken_conversion_is_made_again(folder: Path, tmp_path: Path, own_cac
             hub.resolve(name, silent)
         lines: list[str] = []
         assert hub.resolve(path, lines.append) == converted
-        assert "broken" in lines[0] and "converting" in lines[1]
+        assert "broken" in lines[0] and "reading" in lines[1]
         assert torch.equal(logits(load(converted), [5, 6, 7]), expected)
         assert [f.name for f in (own_cache / "models").iterdir()] == [converted.name]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("no space left"), SettingError("x", 1, "y")])
-def test_an_interrupted_conversion_leaves_nothing(
+def test_an_interrupted_resolve_leaves_nothing(
     error: BaseException, folder: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", folder)
-    calls = 0
 
-    def fail(*given: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            raise error
-        return values(*given)
+    def fail(*given: Any) -> None:
+        raise error
 
-    values = gguf._values
-    monkeypatch.setattr(gguf, "_values", fail)
-    with pytest.raises((KeyboardInterrupt, SettingError)):
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, SettingError)):
+        patch.setattr(gguf.manifest, "write", fail)  # which is written last
         hub.resolve(path, silent)
-    assert calls == 5 and list((own_cache / "models").iterdir()) == []
+    assert list((own_cache / "models").iterdir()) == []
     load(hub.resolve(path, silent))
 
 
 def test_every_model_that_is_listed_can_be_named(folder: Path, tmp_path: Path, own_cache: Path) -> None:
     paths = [write_gguf(tmp_path / f"{name}.gguf", folder) for name in ("tiny", "With.Dots-Q8_0", "with space")]
     converted = [hub.resolve(path, silent) for path in paths]
-    for path in paths:
-        path.unlink()  # the conversion is all that is needed
-    named = {known.name: known.folder for known in hub.models() if known.folder}
-    assert sorted(named.values()) == sorted(converted)  # type: ignore[type-var]
-    for name, where in named.items():
-        assert hub.resolve(name, silent) == where
+    known = [known for known in hub.models() if known.folder]
+    assert sorted(one.folder for one in known) == sorted(converted)  # type: ignore[type-var]
+    for one in known:
+        assert hub.resolve(one.name, silent) == one.folder and one.bytes > paths[0].stat().st_size
+    paths[0].unlink()  # its folder in the cache is not enough, so it is listed no longer
+    assert {one.folder for one in hub.models() if one.folder} == set(converted[1:])
+
+
+def test_a_gguf_that_is_not_as_it_was(folder: Path, tmp_path: Path, own_cache: Path) -> None:
+    path, away = write_gguf(tmp_path / "tiny.gguf", folder), tmp_path / "away.gguf"
+    made, (name,) = hub.resolve(path, silent), [known.name for known in hub.models() if known.folder]
+    state = path.stat()
+
+    def refused(why: str) -> None:
+        for use in (lambda: load(made), lambda: hub.resolve(name, silent)):
+            with pytest.raises(LoadError, match=rf"tiny\.gguf.*{why}"):
+                use()
+
+    path.rename(away)
+    refused("is not there any more; put it back, or give its new path")
+    assert torch.equal(logits(load(hub.resolve(away, silent)), [5, 6]), logits(load(hub.resolve(away, silent)), [5, 6]))
+    away.rename(path)
+    load(made)
+    path.write_bytes(path.read_bytes()[:-32])
+    refused("has changed since it was first read; give its path again")
+    with pytest.raises(LoadError, match="not a whole GGUF file"):
+        hub.resolve(path, silent)
+    write_gguf(path, tiny_model(tmp_path / "other", seed=1, layers=2, hidden=32, intermediate=32, head_dim=16))
+    assert path.stat().st_size == state.st_size  # only its time tells
+    refused("has changed")
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    load(made)
+
+
+def test_any_manifest(folder: Path, tmp_path: Path, own_cache: Path) -> None:
+    made = hub.resolve(write_gguf(tmp_path / "tiny.gguf", folder, quantise=True), silent)
+    path = made / "gguf.json"
+    good = json.loads(path.read_text())
+    file, at = good["files"][0], good["tensors"][Q]
+    cases = []
+    for value in HOSTILE:
+        cases += [good | {key: value} for key in good]
+        cases += [good | {"files": [file | {key: value}]} for key in file if (key, value) != ("mtime_ns", None)]
+        cases += [good | {"tensors": good["tensors"] | {Q: [*at[:i], value, *at[i + 1 :]]}} for i in range(len(at))]
+    others = (None, [], [*at, 1], [*at[:3], at[3] + 34, at[4]], [at[0], "Q4_0", *at[2:]], [at[0], "Q2_K", *at[2:]])
+    cases += [good | {"tensors": good["tensors"] | {Q: other}} for other in others]
+    for case in cases:
+        if case != good:
+            path.write_text(json.dumps(case))
+            for kernels in ("stored", "dense"):
+                worked = works_or_names(str(tmp_path), lambda kernels=kernels: loaded(made, kernels))  # type: ignore[misc]
+                # rows may be said to lie in another order, and a tensor elsewhere in the file
+                assert not worked or case["interleaved"] is not good["interleaved"] or case["tensors"][Q][3] != at[3]
+
+
+def loaded(folder: Path, matrices: str) -> Weights:
+    config = ModelConfig.read(folder)
+    return loading.load(folder, config, torch.float32, torch.device("cpu"), matrices)
 
 
 # ---- downloads

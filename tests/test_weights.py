@@ -77,8 +77,7 @@ def expanded(weights: Weights) -> Weights:
 
     embedding = Dense(weights.embedding.dense())
     head = embedding if weights.head is weights.embedding else Dense(weights.head.dense())
-    layers = tuple(dense(layer) for layer in weights.layers)
-    return Weights(weights.dtype, embedding, layers, weights.norm, head)
+    return weights._replace(embedding=embedding, layers=tuple(dense(layer) for layer in weights.layers), head=head)
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])

@@ -34,7 +34,7 @@ class Point(NamedTuple):
     seconds: float
 
 
-FORMAT = 2  # of the file
+FORMAT = 3  # of the file
 LIMIT_S = 2.0  # measuring ends after about this time, even if rounds are left
 ROUNDS = 3
 WORTH_S = 0.2  # measurements that took less are not kept
@@ -123,7 +123,8 @@ def _key(target: Target, most: int, context: int) -> dict[str, Any]:
         "format": FORMAT,
         "model": asdict(target.config) | {"vocab_size": target.vocab},
         "dtype": str(target.dtype),
-        "bytes": target.bytes,  # weights of another kind have another size
+        "bytes": target.bytes,
+        "quantization": target.quantization,
         "device": str(target.device),
         "kernels": cpu.build_of(target.kernels),
         "threads": cpu.threads_of(target.kernels),

@@ -88,7 +88,7 @@ class CudaKernels:
         key_pages: Tensor, value_pages: Tensor, batch: Batch,
     ) -> Tensor:
         if shape.interleaved:
-            raise TypeError("interleaved heads are not rotated on CUDA; put their rows into halves (gguf.pair_halves)")
+            raise TypeError("interleaved heads are not rotated on CUDA; put their rows into halves (loading.pair_halves)")
         given = (qkv, shape, cos, sin, q_norm, k_norm, key_pages, value_pages, batch)
         if self.width is None:
             return attend_ragged(*given)

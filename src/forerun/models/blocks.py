@@ -4,13 +4,15 @@ block holds integers of 4 to 8 bits and one or more scales (https://github.com/g
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.models.weights import Matrix
+from forerun.models.weights import Matrix, Weights
 
 # the formats that kernels multiply by, in the order of the enum in kernels/cpu_blocks.h: values and bytes of a block
 FORMATS = {
@@ -32,10 +34,7 @@ class Part(NamedTuple):
 
     def dense(self) -> Tensor:
         """The values, [rows, columns] float32."""
-        from gguf import GGMLQuantizationType  # imported where it is needed, since it takes a while
-        from gguf.quants import dequantize
-
-        return torch.from_numpy(dequantize(self.data.numpy(), GGMLQuantizationType[self.format]))
+        return dequantized(self.data, self.format)
 
 
 class Blocks(Matrix):
@@ -59,11 +58,7 @@ class Blocks(Matrix):
     @classmethod
     def quantize(cls, values: Tensor, format: str, dtype: torch.dtype) -> Blocks:
         """From values [rows, columns] on the CPU. format: Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0; columns: a multiple of 32."""
-        from gguf import GGMLQuantizationType
-        from gguf.quants import quantize
-
-        data = quantize(values.float().numpy(), GGMLQuantizationType[format])
-        return cls([Part(format, torch.from_numpy(data))], dtype)
+        return cls([Part(format, quantized(values, format))], dtype)
 
     def dense(self) -> Tensor:
         return torch.cat([part.dense() for part in self.parts]).to(self.dtype)
@@ -95,4 +90,36 @@ def row_bytes(format: str, columns: int) -> int:
     return columns // values * size
 
 
-__all__ = ["FORMATS", "Blocks", "Part", "row_bytes", "stack"]
+def dequantized(data: Tensor, format: str) -> Tensor:
+    """The values of rows [rows, bytes of a row] uint8 in any format that the gguf package expands, F16, BF16 and F32 included.
+    [rows, columns] float32"""
+    from gguf import GGMLQuantizationType  # here and below: a model without blocks is loaded without the gguf package
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(np.require(dequantize(data.numpy(), GGMLQuantizationType[format]), np.float32, "W"))
+
+
+def quantized(values: Tensor, format: str) -> Tensor:
+    """The blocks of values [rows, columns] on the CPU: [rows, bytes of a row] uint8. format: as in Blocks.quantize."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    return torch.from_numpy(quantize(values.float().numpy(), GGMLQuantizationType[format]))
+
+
+def formats(weights: Weights) -> str | None:
+    """The formats of the matrices with their share of the values, the largest first: "Q4_1 97 %, Q8_0 3 %". None if none is in
+    blocks."""
+    counts = Counter[str]()
+    for matrix in weights.matrices():
+        if isinstance(matrix, Blocks):
+            for part in matrix.parts:
+                counts[part.format] += len(part.data) * part.columns
+        else:
+            counts[str(matrix.dtype).removeprefix("torch.")] += matrix.rows * matrix.columns
+    if not set(counts) & set(FORMATS):
+        return None
+    return ", ".join(f"{name} {100 * count / counts.total():.0f} %" for name, count in counts.most_common())
+
+
+__all__ = ["FORMATS", "Blocks", "Part", "dequantized", "formats", "quantized", "row_bytes", "stack"]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, reference
 from forerun.models import loading, rope
+from forerun.models.blocks import Blocks, formats
 from forerun.models.config import ModelConfig
 from forerun.models.weights import Weights
 from forerun.types import require
@@ -53,8 +54,9 @@ class KVCache:
 
 
 class Target:
-    """A model that is ready to run. dtype: the compute dtype; bytes: the memory that its weights take; vocab: it gives logits
-    for ids 0 .. vocab - 1."""
+    """A model that is ready to run. dtype: the compute dtype; bytes: the memory that its weights take, of a mapped file that of
+    the tensors; quantization: the formats of its matrices with their share of all values ("Q4_1 97 %, Q8_0 3 %"), None if none
+    is in blocks; vocab: it gives logits for ids 0 .. vocab - 1."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, max_positions: int | None = None) -> None:
         """max_positions: the longest context to be ready for; None: the model's own. Raises SettingError for kernels that do
@@ -69,6 +71,7 @@ class Target:
         self.dtype = weights.dtype
         self.device = weights.norm.device
         self.bytes = weights.bytes
+        self.quantization = formats(weights)
         self.vocab = config.vocab_size
         self.max_positions = min(max_positions or config.max_positions, config.max_positions)
         self.cos, self.sin = rope.tables(config.rope, config.head_dim, self.max_positions + PADDING, self.device)
@@ -78,18 +81,25 @@ class Target:
     @classmethod
     def load(
         cls, folder: Path | str, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu",
-        kernels: Kernels | None = None, max_positions: int | None = None,
+        kernels: Kernels | None = None, max_positions: int | None = None, quantization: str = "auto",
     ) -> Target:
-        """From a Hugging Face folder (hub.resolve finds or makes one). dtype "auto": choose_dtype decides; kernels None:
-        choose_kernels does. Raises SettingError for a checkpoint that cannot be used."""
+        """From a folder that hub.resolve gives. dtype "auto": choose_dtype decides, and the matrices of a .gguf stay in blocks
+        if the kernels multiply them; otherwise they are expanded to this dtype. kernels None: choose_kernels decides.
+        quantization: see EngineConfig. Raises SettingError for a checkpoint that cannot be used."""
         config = ModelConfig.read(Path(folder))
         device = torch.device(device)
+        asked = quantization != "auto"
+        remedy = "quantised weights are multiplied on a CPU only; leave it out, or give device cpu"
+        require(not asked or device.type == "cpu", "quantization", quantization, remedy)
         chosen = choose_dtype(dtype, config, device) if isinstance(dtype, str) else dtype
-        weights = loading.load(Path(folder), config, chosen, device)
-        kernels = kernels or choose_kernels(chosen, device, config.hidden_size)
+        run = kernels or choose_kernels(chosen, device, config.hidden_size)
+        # plain torch, if it was not asked for, would expand blocks at every call
+        stored = dtype == "auto" and run.multiplies(Blocks.kind) and (kernels is not None or run is not reference)
+        weights = loading.load(Path(folder), config, chosen, device, quantization if asked else "stored" if stored else "dense")
+        target = cls(config, weights, run, max_positions)
         if device.type == "cpu":
-            _report(chosen, "auto" if dtype == "auto" else "as asked for", config, kernels)
-        return cls(config, weights, kernels, max_positions)
+            _report(target, "auto" if dtype == "auto" else "as asked for")
+        return target
 
     @classmethod
     def random(
@@ -168,17 +178,18 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
     return known[config.dtype]
 
 
-def _report(dtype: torch.dtype, setting: str, config: ModelConfig, kernels: Kernels) -> None:
-    """Log the dtype and the kernels of a model on a CPU, and the reason, in one line."""
+def _report(target: Target, setting: str) -> None:
+    """Log the dtype, the formats and the kernels of a model on a CPU, and the reason, in one line."""
     from forerun.kernels import cpu
 
-    kind, isa = str(dtype).removeprefix("torch."), cpu.isa_of(kernels)
+    isa, stored = cpu.isa_of(target.kernels), target.config.dtype
     why = setting
     if setting == "auto":
-        why = f"auto: the checkpoint is {config.dtype}"
-        if config.dtype != "float32":
+        why = f"auto: the checkpoint is {stored}"
+        if stored != "float32":
             why += f"; {cpu.best_dtype()[1]}"
-    LOG.info("CPU: %s (%s), %s", kind, why, f"kernels for {isa}" if isa else "plain PyTorch")
+    blocks = f", weights {target.quantization}" if target.quantization else ""
+    LOG.info("CPU: %s (%s)%s, %s", loading.named(target.dtype), why, blocks, f"kernels for {isa}" if isa else "plain PyTorch")
 
 
 def choose_kernels(dtype: torch.dtype, device: torch.device, hidden: int) -> Kernels:

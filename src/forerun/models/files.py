@@ -10,13 +10,24 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.types import LoadError, SettingError, require
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MANIFEST = "gguf.json"  # in a folder whose weights are in .gguf files, see manifest.py
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 MOST = 2**30  # the largest size that is accepted in a model's files
+
+
+class Stored(NamedTuple):
+    """Where a tensor is stored: bytes start .. stop - 1 of a file. dtype: the file format's name of its number format."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -44,9 +55,11 @@ def weight_map(index: Path) -> dict[str, str]:
 
 def missing_files(folder: Path) -> list[str]:
     """The required files that a model's folder lacks: config.json, tokenizer.json, and the safetensors files that its index
-    names. Raises LoadError for a broken index."""
+    names, unless it has a MANIFEST. Raises LoadError for a broken index."""
     needed = ["config.json", "tokenizer.json"]
-    if (folder / INDEX).is_file():
+    if (folder / MANIFEST).is_file():
+        pass
+    elif (folder / INDEX).is_file():
         needed += sorted(set(weight_map(folder / INDEX).values()))
     else:
         in_shards = any(SHARD.fullmatch(file.name) for file in folder.glob("*.safetensors"))

@@ -1,24 +1,24 @@
-"""Conversion of GGUF files to Hugging Face folders. Tensors are dequantised to bfloat16, renamed, and their rows put into
-transformers' order; tokenizer.json is made from the file's vocabulary. The format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""What a GGUF file says of its model, as the small files of a Hugging Face folder: config.json, the tokenizer's files, and
+gguf.json, which tells where each tensor is (manifest.py). The weights stay in the .gguf, where loading.py reads them. The
+format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from gguf import GGUFReader
+from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
-from forerun.models import rope
+from forerun.models import manifest, rope
+from forerun.models.blocks import FORMATS
 from forerun.models.config import ModelConfig, Rope
-from forerun.models.files import errors_of, real, whole
+from forerun.models.files import Stored, errors_of, real, whole
 from forerun.models.gguf_tokenizer import INSTEAD, end_ids, token_id, tokenizer_files
 from forerun.models.loading import misfit
 from forerun.types import LoadError, require
@@ -53,18 +53,19 @@ def parts(path: Path) -> list[Path]:
     return files
 
 
-def convert(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
-    """Convert the model of a .gguf file, with all its parts if it is split, into an existing empty folder. progress: gets lines
-    for people. Raises LoadError naming what is missing, broken or not supported."""
-    readers, meta = _open(parts(path))
-    tensors = {t.name: t for reader in readers for t in reader.tensors}
-    freqs = tensors.pop("rope_freqs.weight", None)
+def describe(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
+    """Write the small files of a .gguf file's model into an existing folder, for all its parts if it is split. progress: gets
+    lines for people. Raises LoadError naming what is missing, broken or not supported."""
+    files = parts(path)
+    progress(f"reading {path.name}")
+    readers, meta = _open(files)
+    tensors = {t.name: (file, t) for file, reader in zip(files, readers, strict=True) for t in reader.tensors}
+    _, freqs = tensors.pop("rope_freqs.weight", (None, None))
     with errors_of(path):
-        config = _config(meta, tensors, None if freqs is None else freqs.data)
+        config = _config(meta, {name: tensor for name, (_, tensor) in tensors.items()}, None if freqs is None else freqs.data)
         parsed = ModelConfig.parse(config)
-    names = [_name(path, name) for name in tensors]
-    shapes = {n: tuple(int(d) for d in reversed(t.shape)) for n, t in zip(names, tensors.values(), strict=True)}
-    why = misfit(parsed, shapes)
+    stored = {_name(path, name): _stored(file, tensor) for name, (file, tensor) in tensors.items()}
+    why = misfit(parsed, {name: at.shape for name, at in stored.items()})
     if why is not None:
         raise LoadError("model", str(path), f"{why}; fetch the file again")
     _write(folder / "config.json", config)
@@ -72,9 +73,20 @@ def convert(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
     with errors_of(path):
         for name, contents in tokenizer_files(meta).items():
             (folder / name).write_text(contents, encoding="utf-8")
-    progress(f"converting {path.name}: {len(names)} tensors to bfloat16")
-    values = (_values(path, name, tensor, parsed) for name, tensor in zip(names, tensors.values(), strict=True))
-    write_bfloat16(folder / "model.safetensors", shapes, values)
+    manifest.write(folder, files, stored, config["model_type"] == "llama")
+
+
+def _stored(file: Path, tensor: ReaderTensor) -> Stored:
+    """Raises LoadError for a format whose values cannot be computed."""
+    kind, start = tensor.tensor_type.name, int(tensor.data_offset)
+    if kind not in FORMATS:
+        _, size = GGML_QUANT_SIZES[tensor.tensor_type]
+        try:
+            dequantize(np.zeros((1, size), np.uint8), tensor.tensor_type)
+        except NotImplementedError:
+            why = f"tensor {tensor.name}: {kind} cannot be dequantised; give a Q8_0 or F16 file"
+            raise LoadError("model", str(file), why) from None
+    return Stored(file, kind, tuple(int(d) for d in reversed(tensor.shape)), start, start + int(tensor.n_bytes))
 
 
 def _open(files: list[Path]) -> tuple[list[GGUFReader], dict[str, Any]]:
@@ -106,22 +118,6 @@ def _open(files: list[Path]) -> tuple[list[GGUFReader], dict[str, Any]]:
     return readers, found[0]
 
 
-def write_bfloat16(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[torch.Tensor]) -> None:
-    """Write a safetensors file, tensor by tensor, so that only one is in memory at a time."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, shape in shapes.items():
-        size = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the data starts at a multiple of 8
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            file.write(tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
-
-
 def _config(meta: dict[str, Any], tensors: dict[str, Any], freqs: np.ndarray | None) -> dict[str, Any]:
     """The contents of config.json for this model. Raises SettingError for a value that is missing or not supported."""
     architecture = meta.get("general.architecture")
@@ -140,6 +136,8 @@ def _config(meta: dict[str, Any], tensors: dict[str, Any], freqs: np.ndarray | N
     require("token_embd.weight" in tensors, "token_embd.weight", None, "the tensor is missing; fetch the file again")
     window = whole(meta, key("attention.sliding_window"), 0, least=0)
     require(window == 0, "attention.sliding_window", window, f"not read from a .gguf; {INSTEAD}")
+    matrices = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    dtype = "float32" if matrices == {"F32"} else "bfloat16"
     config = {
         "architectures": [ARCHITECTURES[str(architecture)]],
         "model_type": architecture,
@@ -155,8 +153,8 @@ def _config(meta: dict[str, Any], tensors: dict[str, Any], freqs: np.ndarray | N
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
+        "dtype": dtype,
+        "torch_dtype": dtype,
     }
     theta = real(meta, key("rope.freq_base"), 10000.0)
     config |= {"rope_theta": theta, "rope_scaling": _scaling(meta, key, theta, freqs, head_dim)}
@@ -214,26 +212,6 @@ def _name(path: Path, name: str) -> str:
     if stem not in NAMES:
         raise LoadError("model", str(path), f"tensor {name} is not known; {INSTEAD}")
     return f"{layer}{NAMES[stem]}.{kind}"
-
-
-def _values(path: Path, name: str, tensor: Any, config: ModelConfig) -> torch.Tensor:
-    try:
-        values = torch.from_numpy(np.require(dequantize(tensor.data, tensor.tensor_type), np.float32, "W"))
-    except NotImplementedError:
-        kind = tensor.tensor_type.name
-        why = f"tensor {tensor.name}: {kind} cannot be dequantised; give a Q8_0 or F16 file"
-        raise LoadError("model", str(path), why) from None
-    if config.architecture == "LlamaForCausalLM":
-        for part, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
-            if part in name:
-                return pair_halves(values, heads)
-    return values
-
-
-def pair_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder the rows of q or k of a llama. llama.cpp rotates neighbouring rows of a head together; transformers pairs the
-    two halves. So rows 0, 1, 2, 3, .. of each head come into the order 0, 2, .., 1, 3, ..  [heads*D, ..] -> the same"""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

