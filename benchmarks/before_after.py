@@ -80,8 +80,8 @@ class Served:
         from forerun.llm import LLM
         from forerun.types import SamplingParams
 
-        loaded = self.models.setdefault(None, LLM.load())
-        llm = LLM(loaded, speculative_config=drafter, kv_cache_tokens=16384)
+        loaded = self.models.setdefault(None, LLM.load(dtype="bfloat16"))
+        llm = LLM(loaded, speculative_config=drafter, dtype="bfloat16", kv_cache_tokens=16384)
         source = "def area(shapes):\n    total = 0\n    for shape in shapes:\n        total += shape.width * shape.height\n"
         texts = {
             "copy": f"Repeat this code exactly, three times.\n{source * 2}\nHere it is:\n{source}",

@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.config import EngineConfig, Speculation
 from forerun.engine.engine import Engine
 from forerun.kernels import Batch
+from forerun.models import loading
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Request, SamplingParams
 
@@ -51,20 +52,20 @@ def against_transformers(folder: Path, prompts: Prompts, tail: int = 5) -> dict[
     float32."""
     # transformers imports a package named `kernels`, and would find the script of this folder
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     whole, ends = [len(p) for p in prompts], np.cumsum([len(p) for p in prompts])
     last = torch.tensor([i for end in ends for i in range(int(end) - tail, int(end))], device=DEVICE)
     logits: dict[str, Tensor] = {}
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        theirs: Any = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
-        theirs.to(DEVICE).eval()
+        target = Target.load(folder, dtype, DEVICE)
+        theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype).to(DEVICE).eval()
+        theirs.load_state_dict(dict(loading.parts(target.config, target.weights)), strict=False)  # a tied head is not listed
         with torch.inference_mode():
             rows = [theirs(input_ids=torch.tensor([list(p)], device=DEVICE)).logits[0].float() for p in prompts]
         logits[f"transformers {name}"] = torch.cat(rows)
         del theirs
-        target = Target.load(folder, dtype, DEVICE)
         zeros = [0] * len(prompts)
         logits[f"prefill {name}"] = Laid(target, prompts).logits(zeros, whole)
         laid = Laid(target, prompts)
