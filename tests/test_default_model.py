@@ -9,6 +9,7 @@ import pytest
 
 from forerun.kernels import cpu
 from forerun.llm import LLM, LoadedModel
+from forerun.models import loading
 from forerun.types import SamplingParams
 
 CODE = """def area(width, height):
@@ -24,12 +25,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48)
 KV = 4096
 
 
-@pytest.fixture(scope="module", params=dict.fromkeys((cpu.isas()[0], *(isa for isa in cpu.isas() if isa == "avx2"))))
+ISAS = dict.fromkeys((cpu.isas()[0], *(isa for isa in cpu.isas() if isa == "avx2")))
+
+
+@pytest.fixture(scope="module", params=[(isa, dtype) for isa in ISAS for dtype in ("auto", "bfloat16")], ids="-".join)
 def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
-    """By the kernels for the best instruction set here and for the commonest."""
+    """By the kernels for the best instruction set here and for the commonest, in blocks as the file has them and expanded."""
+    isa, dtype = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(cpu.SETTING, request.param)
-        yield LLM.load(dtype="bfloat16")
+        patch.setenv(cpu.SETTING, isa)
+        yield LLM.load(dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,8 @@ def plain(loaded: LoadedModel) -> list[tuple[int, ...]]:
 
 
 def llm(loaded: LoadedModel, speculative_config: object = None, **settings: object) -> LLM:
-    return LLM(loaded, speculative_config=speculative_config, kv_cache_tokens=KV, **settings)  # type: ignore[arg-type]
+    dtype = loading.named(loaded.target.dtype) if loaded.target.quantization is None else "auto"  # a drafter's too
+    return LLM(loaded, speculative_config=speculative_config, dtype=dtype, kv_cache_tokens=KV, **settings)  # type: ignore[arg-type]
 
 
 def conversations() -> list[list[dict[str, str]]]:
@@ -90,5 +96,6 @@ def test_small_chunks_and_a_warm_prefix_cache_change_no_token(loaded: LoadedMode
 
 
 def test_it_answers(loaded: LoadedModel) -> None:
-    answer = llm(loaded, "ngram").chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)[0]
+    question = "What is the capital of France? Answer with one word."
+    answer = llm(loaded, "ngram").chat([{"role": "user", "content": question}], GREEDY)[0]
     assert "Paris" in answer.text and answer.completions[0].finish_reason == "stop"

@@ -603,7 +603,7 @@ def test_logits_of_the_default_model(default: Path) -> None:
 
 
 def test_the_default_model_answers(default: Path) -> None:
-    tokenizer, target = Tokenizer(default), Target.load(default)
+    tokenizer, target = Tokenizer(default), Target.load(default, "bfloat16")
     ids = ask(tokenizer, "What is the capital of France?")
     kv, table = target.kv_cache(8, 16), torch.arange(8, dtype=torch.int32)[None]
     prompt, text, new = len(ids), Detokenizer(tokenizer), ids

@@ -126,7 +126,7 @@ def test_what_a_target_does_with_a_gguf(tmp_path: Path, own_cache: Path, caplog:
     caplog.set_level(logging.INFO, "forerun")
     auto = Target.load(folder, kernels=reference)
     assert auto.quantization == "Q4_0 100 %" and auto.dtype == cpu.best_dtype()[0] and auto.shapes[0].interleaved
-    assert ", weights Q4_0 100 %, " in caplog.text
+    assert ", weights in blocks (Q4_0 100 %), " in caplog.text
     for dtype in (torch.float32, torch.bfloat16):
         for given in (dtype, loading.named(dtype)):
             target = Target.load(folder, given, kernels=reference)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,10 +92,18 @@ def row_bytes(format: str, columns: int) -> int:
 def dequantized(data: Tensor, format: str) -> Tensor:
     """The values of rows [rows, bytes of a row] uint8 in any format that the gguf package expands, F16, BF16 and F32 included.
     [rows, columns] float32"""
-    from gguf import GGMLQuantizationType  # here and below: a model without blocks is loaded without the gguf package
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # imported where it is needed, since it takes a while
     from gguf.quants import dequantize
 
-    return torch.from_numpy(np.require(dequantize(data.numpy(), GGMLQuantizationType[format]), np.float32, "W"))
+    kind, flat = GGMLQuantizationType[format], data.numpy().reshape(1, -1)
+    values, size = GGML_QUANT_SIZES[kind]
+    step = 65536 // size * size  # as much as fits in a processor's cache with what is computed from it
+    found = torch.empty(flat.size // size * values)
+    for begin in range(0, flat.size, step):
+        piece = dequantize(flat[:, begin : begin + step], kind).reshape(-1)
+        at = begin // size * values
+        found.numpy()[at : at + len(piece)] = piece
+    return found.view(len(data), -1)
 
 
 def quantized(values: Tensor, format: str) -> Tensor:

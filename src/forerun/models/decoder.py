@@ -185,10 +185,10 @@ def _report(target: Target, setting: str) -> None:
     isa, stored = cpu.isa_of(target.kernels), target.config.dtype
     why = setting
     if setting == "auto":
-        why = f"auto: the checkpoint is {stored}"
-        if stored != "float32":
-            why += f"; {cpu.best_dtype()[1]}"
-    blocks = f", weights {target.quantization}" if target.quantization else ""
+        reasons = [] if target.quantization and stored != "float32" else [f"the checkpoint is {stored}"]
+        reasons += [cpu.best_dtype()[1]] if stored != "float32" else []
+        why = f"auto: {'; '.join(reasons)}"
+    blocks = f", weights in blocks ({target.quantization})" if target.quantization else ""
     LOG.info("CPU: %s (%s)%s, %s", loading.named(target.dtype), why, blocks, f"kernels for {isa}" if isa else "plain PyTorch")
 
 
