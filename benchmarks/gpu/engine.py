@@ -119,7 +119,8 @@ def main() -> None:
         weights="real" if given.gguf else "random",
     )
     rng = random.Random(0)
-    most = SHAPES[given.small].vocab_size if not given.gguf else 40000
+    given_vocab = Target.load(hub.resolve(given.gguf), torch.bfloat16).vocab if given.gguf else SHAPES[given.small].vocab_size
+    most = min(given_vocab, 40000)
     prompts = {
         kind: [[rng.randrange(3, most) for _ in range(n)] for _ in range(32)] for kind, n in (("repeat", 300), ("random", 200))
     }
