@@ -387,5 +387,5 @@ def total(counts: Sequence[Counts]) -> Counts:
     """The sum of the counts."""
     sum_ = DraftStats()
     for c in counts:
-        sum_.add(DraftStats(c.steps, c.drafting_steps, c.drafted, c.accepted, list(c.drafted_at), list(c.accepted_at)))
-    return Counts(sum_.steps, sum_.drafting_steps, sum_.drafted, sum_.accepted, tuple(sum_.drafted_at), tuple(sum_.accepted_at))
+        sum_.add(c.stats())
+    return Counts.of(sum_)

@@ -15,7 +15,6 @@ from forerun.types import Event, SamplingParams, SettingError
 
 if TYPE_CHECKING:
     from forerun.engine.owner import Stream
-    from forerun.engine.scheduler import Sequence
     from forerun.llm import LLM
 
 LOG = logging.getLogger("forerun")
@@ -77,7 +76,7 @@ class InProcess:
                 raise RequestFailed(event.error or f"the engine ended it with the reason {event.finish_reason!r}")
             usage = {"prompt_tokens": prompt_tokens, "completion_tokens": produced}
             yield piece._replace(
-                finish_reason=event.finish_reason, usage=usage, counts=_counts(live), prompt_tokens=prompt_tokens,
+                finish_reason=event.finish_reason, usage=usage, counts=Counts.of(live.stats), prompt_tokens=prompt_tokens,
                 queued_s=max(live.admitted_at - start, 0.0), output_tokens=produced,
             )  # fmt: skip
             return
@@ -143,8 +142,3 @@ def _logprobs(event: Event) -> tuple[TokenLogprob, ...]:
         TokenLogprob(str(one.token), one.logprob, tuple((str(token), value) for token, value in one.top))
         for one in event.logprobs
     )
-
-
-def _counts(live: Sequence) -> Counts:
-    s = live.stats
-    return Counts(s.steps, s.drafting_steps, s.drafted, s.accepted, tuple(s.drafted_at), tuple(s.accepted_at))

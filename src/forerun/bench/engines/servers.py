@@ -25,6 +25,7 @@ from pathlib import Path
 from forerun.bench.engines.arms import Arm
 from forerun.bench.engines.launching import Template, command_of, file_of, places, read_log
 from forerun.bench.engines.logs import ended, reason
+from forerun.bench.records.machine import total_memory
 from forerun.bench.records.record import Facts
 from forerun.bench.records.redaction import hide
 from forerun.checks import SettingError
@@ -255,10 +256,3 @@ def memory_share(servers: int) -> float:
         available, whole = available_memory(), total_memory()
         free = available / whole if available and whole else 1.0
     return max(math.floor(100 * SHARE * free / servers) / 100, 0.01)
-
-
-def total_memory() -> int | None:
-    """Bytes of the machine's memory; None if unknown."""
-    with contextlib.suppress(ValueError, OSError, AttributeError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -28,13 +29,20 @@ def versions() -> dict[str, str]:
     return {"forerun": forerun.__version__, "python": platform.python_version(), "torch": torch.__version__, **others}
 
 
+def total_memory() -> int | None:
+    """Bytes of the machine's memory; None if unknown."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
 def describe(load: float | None) -> Machine:
     """This machine. load: its load average at the start of the run."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if sys.platform != "win32" else None
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    memory = total_memory()
     return Machine(_cpu(), cores, memory, accelerator, f"{platform.system()} {platform.release()} {platform.machine()}", load)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from forerun.bench.records.redaction import hide
+from forerun.engine.stats import DraftStats
 from forerun.types import SettingError, require
 
 SCHEMA = 3
@@ -134,6 +135,16 @@ class Counts:
     accepted: int
     drafted_at: tuple[int, ...]
     accepted_at: tuple[int, ...]
+
+    @classmethod
+    def of(cls, s: DraftStats) -> Counts:
+        """The engine's counts, for a record."""
+        return cls(s.steps, s.drafting_steps, s.drafted, s.accepted, tuple(s.drafted_at), tuple(s.accepted_at))
+
+    def stats(self) -> DraftStats:
+        """The same counts, to be added to others."""
+        at = list(self.drafted_at), list(self.accepted_at)
+        return DraftStats(self.steps, self.drafting_steps, self.drafted, self.accepted, *at)
 
 
 NOT_COUNTED = Counts(0, 0, 0, 0, (), ())

@@ -271,7 +271,7 @@ def drafting(batches: Sequence[Batch], drafts: bool) -> DraftStats | None:
         of_batch = batch.drafting is not None and not any(c.steps for c in single)
         whole = whole and not (of_batch and any(a.failed for a in batch.answers))
         for c in [batch.drafting] if of_batch and batch.drafting is not None else single:
-            total.add(DraftStats(c.steps, c.drafting_steps, c.drafted, c.accepted, list(c.drafted_at), list(c.accepted_at)))
+            total.add(c.stats())
     if drafts and not total.steps and not total.drafted and all(b.drafting is None for b in batches):
         return None
     if not whole:
