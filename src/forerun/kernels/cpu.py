@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 import tempfile
@@ -30,6 +31,7 @@ FLAGS = ("-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 ISAS = {  # the compiler's flags for each instruction set, the best first; cpu_vectors.h chooses its code by them
+    "amx": (*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
     "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
     "avx512": AVX512,
     "avx2": AVX2,
@@ -56,9 +58,18 @@ def processor() -> str:
         return platform.machine() + platform.processor()
 
 
+@cache
+def amx_allowed() -> bool:
+    """Whether the processor has AMX for bfloat16 and the kernel lets this process use it, which must be asked for."""
+    ask, permission, tile_data = 158, 0x1023, 18  # arch_prctl, ARCH_REQ_XCOMP_PERM
+    has = re.search(r"\bamx_bf16\b", processor()) is not None and re.search(r"\bavx512_bf16\b", processor()) is not None
+    return has and platform.machine() == "x86_64" and ctypes.CDLL(None).syscall(ask, permission, tile_data) == 0
+
+
 def isas() -> tuple[str, ...]:
     """The instruction sets in ISAS that this processor has, the best first."""
     has = {
+        "amx": amx_allowed,
         "avx512bf16": torch.cpu._is_avx512_bf16_supported,
         "avx512": torch.cpu._is_avx512_supported,
         "avx2": torch.cpu._is_avx2_supported,

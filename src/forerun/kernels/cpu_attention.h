@@ -127,53 +127,6 @@ INLINE uint32_t word_at(const int wide, const char *p, int64_t d) {
     return (uint32_t)half << 16;
 }
 
-/* to[c][i] = r[i][c], LANES x LANES words; the rows of `to` are LANES words apart */
-INLINE void transpose(vu *r, uint32_t *to) {
-#if AVX512
-    __m512i t[16], u[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32((__m512i)r[i], (__m512i)r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32((__m512i)r[i], (__m512i)r[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        u[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), u[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    } /* u[4g + c], 128-bit lane l: word 4l + c of rows 4g .. 4g + 3 */
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        __m512i ab0 = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x44), ab1 = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xee);
-        __m512i cd0 = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x44);
-        __m512i cd1 = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xee);
-        _mm512_storeu_si512(to + 16 * c, _mm512_shuffle_i32x4(ab0, cd0, 0x88));
-        _mm512_storeu_si512(to + 16 * (c + 4), _mm512_shuffle_i32x4(ab0, cd0, 0xdd));
-        _mm512_storeu_si512(to + 16 * (c + 8), _mm512_shuffle_i32x4(ab1, cd1, 0x88));
-        _mm512_storeu_si512(to + 16 * (c + 12), _mm512_shuffle_i32x4(ab1, cd1, 0xdd));
-    }
-#elif AVX2
-    __m256i t[8], u[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm256_unpacklo_epi32((__m256i)r[i], (__m256i)r[i + 1]);
-        t[i + 1] = _mm256_unpackhi_epi32((__m256i)r[i], (__m256i)r[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        u[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]), u[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
-        u[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]), u[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
-    } /* u[4g + c], 128-bit lane l: word 4l + c of rows 4g .. 4g + 3 */
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        _mm256_storeu_si256((__m256i *)(to + 8 * c), _mm256_permute2x128_si256(u[c], u[4 + c], 0x20));
-        _mm256_storeu_si256((__m256i *)(to + 8 * (c + 4)), _mm256_permute2x128_si256(u[c], u[4 + c], 0x31));
-    }
-#else
-    for (int c = 0; c < LANES; c++)
-        for (int i = 0; i < LANES; i++) to[c * LANES + i] = r[i][c];
-#endif
-}
-
 /* Pack LANES keys, word by word: to[d][key]. keys[i] NULL: zeros */
 INLINE void pack_keys(const int wide, const char *const *keys, int64_t words, uint32_t *to) {
     int64_t d = 0;

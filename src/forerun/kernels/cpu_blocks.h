@@ -1,5 +1,5 @@
 /* Products with weights in the block formats of GGUF files, as they are stored
- * (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). A weight is an integer times the scale of its block of 32, and in
+ * (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). A weight is an integer times the scale of its block of 32, in
  * some formats plus a number, `low`. Larger blocks are taken as several blocks of 32.
  *
  * Activations are quantised for each token, 32 values at a time, to integers of 8 bits. Products of integers are exact. So

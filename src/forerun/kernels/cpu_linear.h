@@ -5,6 +5,7 @@
  * time: as pairs with DOT_BF16, else first the even elements and then the odd ones, which a shift and a mask separate.
  */
 #pragma once
+#include "cpu_amx.h"
 #include "cpu_blocks.h"
 
 enum { SLAB = 64 };     /* tokens that use a block of weights while it is in the cache */
@@ -286,6 +287,15 @@ INLINE void finish_rows(const int wide, const Linear *a, int64_t first, int64_t 
 
 INLINE int in_blocks(const Linear *a) { return a->w->part[0].format != DENSE; }
 
+/* whether a product with dense weights goes through tiles of AMX */
+INLINE int in_tiles(const int wide, const Linear *a) {
+#if AMX
+    return !wide && amx_fits(a->k);
+#else
+    return 0;
+#endif
+}
+
 INLINE int dense_form(const int wide) { return wide ? FLOAT : DOT_BF16 ? PAIRS : BF16; }
 
 /* How x gets to the products. DIRECT: as it is. SHARED: a stage of its own prepares a slab in memory that the team shares.
@@ -293,8 +303,8 @@ INLINE int dense_form(const int wide) { return wide ? FLOAT : DOT_BF16 ? PAIRS :
 enum { DIRECT, SHARED, OWN };
 
 INLINE int way_of(const int wide, const Linear *a) {
-    if (!in_blocks(a) && !a->norm && a->k == stride_of(a->k) && dense_form(wide) != BF16) return DIRECT;
-    return a->tokens >= FEW_PREPARED ? SHARED : OWN;
+    if (!in_blocks(a) && !in_tiles(wide, a) && !a->norm && a->k == stride_of(a->k) && dense_form(wide) != BF16) return DIRECT;
+    return a->tokens >= FEW_PREPARED + in_tiles(wide, a) ? SHARED : OWN; /* 16 tokens are one tile */
 }
 
 /* the bytes of memory that a product needs as `prepared`, for this many tokens and inputs */
@@ -322,7 +332,8 @@ INLINE int64_t groups_of(const Linear *a) {
 INLINE int64_t chunk_groups(const int wide, const Linear *a) {
     const int64_t row = in_blocks(a) ? row_bytes(a->w->part[0].format, a->k) : a->k * (wide ? 4 : 2);
     const int64_t group = LANES * row * (a->kind == GATE_UP ? 2 : 1);
-    return group < CHUNK_BYTES ? CHUNK_BYTES / group : 1;
+    const int64_t groups = group < CHUNK_BYTES ? CHUNK_BYTES / group : 1;
+    return in_tiles(wide, a) && a->kind != GATE_UP ? parts_of(groups, 2) * 2 : groups;
 }
 
 /* A thread's own memory for a product with dense weights: a tile, then a row of bfloat16, then x if the thread prepares it. */
@@ -369,6 +380,56 @@ INLINE void multiply_dense(const int wide, const Stage *stage, int64_t chunk, in
     }
 }
 
+#if AMX
+/* Prepare 16 tokens of a slab for products in tiles, those past the last one as zeros. rows: space for them */
+INLINE void prepare_tile(const Linear *a, int64_t slab, int64_t token, bf16 *rows, void *to) {
+    for (int64_t t = 0; t < TILE_ROWS; t++) {
+        if (token + t < tokens_in_slab(a, slab)) prepare(PAIRS, a, slab + token + t, a->k, rows + t * a->k, NULL);
+        else memset(rows + t * a->k, 0, a->k * sizeof(bf16));
+    }
+    amx_pack(rows, a->k, to);
+}
+
+INLINE void prepare_tiles(const int wide, const Stage *stage, int64_t chunk, int first) {
+    const Linear *a = stage->given;
+    const int64_t token = chunk * TILE_ROWS;
+    prepare_tile(a, stage->at, token, scratch(0, TILE_ROWS * a->k * sizeof(bf16)), (bf16 *)a->prepared + token * a->k);
+}
+
+/* Two groups of LANES rows are multiplied at once: gate and up of the same outputs, or consecutive ones. */
+INLINE void multiply_tiles(const int wide, const Stage *stage, int64_t chunk, int first) {
+    const Linear *a = stage->given;
+    const int own = way_of(0, a) == OWN, n = tokens_in_slab(a, stage->at), both = a->kind == GATE_UP ? 1 : 2;
+    const int64_t k = a->k, outs = a->outs, width = LANES * chunk_groups(0, a), low = chunk * width;
+    const int64_t high = low + width < outs ? low + width : outs, apart = a->kind == GATE_UP ? outs : LANES;
+    const int64_t lead = LANES * both * (1 + LEAD / (LANES * k * (int64_t)sizeof(bf16))); /* rows */
+    const bf16 *all = (const bf16 *)a->w->part[0].data, *rows[2];
+    float *sums = scratch(0, 2 * SLAB * LANES * sizeof(float) + 3 * TILE_ROWS * k * sizeof(bf16));
+    float *second = sums + SLAB * LANES;
+    bf16 *edge = (bf16 *)(second + SLAB * LANES); /* 32 rows; then x, if it is the thread's own */
+    void *x = own ? edge + 2 * TILE_ROWS * k : a->prepared;
+    if (first && own) prepare_tile(a, stage->at, 0, edge, x);
+    amx_begin();
+    for (int64_t o = low; o < high; o += LANES * both) {
+        int m[2]; /* rows that there are; the others give any numbers */
+        for (int i = 0; i < 2; i++) {
+            const int64_t left = high - o - (both - 1) * i * LANES;
+            m[i] = left < 0 ? 0 : left < LANES ? (int)left : LANES;
+            rows[i] = all + (o + i * apart) * k;
+            if (m[i] < LANES) rows[i] = memcpy(edge + i * LANES * k, m[i] ? rows[i] : all, m[i] * k * sizeof(bf16));
+        }
+        amx_multiply(rows[0], rows[1], k, x, n, sums, second, (const char *)(all + (o + lead) * k),
+                     (const char *)(all + (o + lead + apart) * k));
+        finish_rows(0, a, stage->at, n, o, m[0], sums, second);
+        if (both == 2 && m[1]) finish_rows(0, a, stage->at, n, o + LANES, m[1], second, NULL);
+    }
+    amx_end();
+}
+#else
+#define prepare_tiles prepare_dense
+#define multiply_tiles multiply_dense
+#endif
+
 INLINE void prepare_blocks(const int wide, const Stage *stage, int64_t chunk, int first) {
     const Linear *a = stage->given;
     const int64_t low = chunk * PREPARED, n = tokens_in_slab(a, stage->at), row = a->k * (wide ? 4 : 2);
@@ -406,17 +467,23 @@ STAGE(prepare_dense)
 STAGE(multiply_dense)
 STAGE(prepare_blocks)
 STAGE(multiply_blocks)
+STAGE(prepare_tiles)
+STAGE(multiply_tiles)
 #define BY_DTYPE(wide, name) ((wide) ? name##_float : name##_bf16)
 
 /* how many stages a product of this many tokens has at most */
 INLINE int64_t linear_stages(int64_t tokens) { return 2 * parts_of(tokens, SLAB); }
 
+typedef void Run(const Stage *stage, int64_t chunk, int first);
+
 static void add_linear(Job *job, int wide, const Linear *a) {
     const int64_t chunks = parts_of(groups_of(a), chunk_groups(wide, a));
+    Run *prepare = BY_DTYPE(wide, prepare_dense), *multiply = BY_DTYPE(wide, multiply_dense);
+    if (in_blocks(a)) prepare = BY_DTYPE(wide, prepare_blocks), multiply = BY_DTYPE(wide, multiply_blocks);
+    else if (in_tiles(wide, a)) prepare = BY_DTYPE(wide, prepare_tiles), multiply = BY_DTYPE(wide, multiply_tiles);
+    const int64_t prepared = in_tiles(wide, a) ? 16 : PREPARED; /* tokens of a chunk */
     for (int64_t slab = 0; slab < a->tokens; slab += slab_of(a)) {
-        if (way_of(wide, a) == SHARED)
-            add_stage(job, in_blocks(a) ? BY_DTYPE(wide, prepare_blocks) : BY_DTYPE(wide, prepare_dense), a, slab,
-                      parts_of(tokens_in_slab(a, slab), PREPARED));
-        add_stage(job, in_blocks(a) ? BY_DTYPE(wide, multiply_blocks) : BY_DTYPE(wide, multiply_dense), a, slab, chunks);
+        if (way_of(wide, a) == SHARED) add_stage(job, prepare, a, slab, parts_of(tokens_in_slab(a, slab), prepared));
+        add_stage(job, multiply, a, slab, chunks);
     }
 }

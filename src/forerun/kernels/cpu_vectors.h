@@ -15,7 +15,11 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define AVX512 1
 #define LANES 16
-#ifdef __AVX512BF16__
+#ifdef __AMX_BF16__
+#define AMX 1 /* tiles of bfloat16 are multiplied by one instruction */
+#define ISA "amx"
+#define DOT_BF16 1
+#elif defined(__AVX512BF16__)
 #define ISA "avx512bf16"
 #define DOT_BF16 1 /* pairs of bfloat16 are multiplied directly; without it bfloat16 is converted to float32 first */
 #else
@@ -172,6 +176,53 @@ INLINE void put(const int wide, void *to, int64_t at, vf v, int count) {
 /* acc + the products of the bfloat16 pairs of a and b */
 INLINE vf dot2(vf acc, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
 #endif
+
+/* to[c][i] = r[i][c], LANES x LANES words; the rows of `to` are LANES words apart */
+INLINE void transpose(vu *r, uint32_t *to) {
+#if AVX512
+    __m512i t[16], u[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32((__m512i)r[i], (__m512i)r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32((__m512i)r[i], (__m512i)r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        u[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), u[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    } /* u[4g + c], 128-bit lane l: word 4l + c of rows 4g .. 4g + 3 */
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        __m512i ab0 = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x44), ab1 = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xee);
+        __m512i cd0 = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x44);
+        __m512i cd1 = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xee);
+        _mm512_storeu_si512(to + 16 * c, _mm512_shuffle_i32x4(ab0, cd0, 0x88));
+        _mm512_storeu_si512(to + 16 * (c + 4), _mm512_shuffle_i32x4(ab0, cd0, 0xdd));
+        _mm512_storeu_si512(to + 16 * (c + 8), _mm512_shuffle_i32x4(ab1, cd1, 0x88));
+        _mm512_storeu_si512(to + 16 * (c + 12), _mm512_shuffle_i32x4(ab1, cd1, 0xdd));
+    }
+#elif AVX2
+    __m256i t[8], u[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32((__m256i)r[i], (__m256i)r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32((__m256i)r[i], (__m256i)r[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        u[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]), u[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+        u[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]), u[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    } /* u[4g + c], 128-bit lane l: word 4l + c of rows 4g .. 4g + 3 */
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        _mm256_storeu_si256((__m256i *)(to + 8 * c), _mm256_permute2x128_si256(u[c], u[4 + c], 0x20));
+        _mm256_storeu_si256((__m256i *)(to + 8 * (c + 4)), _mm256_permute2x128_si256(u[c], u[4 + c], 0x31));
+    }
+#else
+    for (int c = 0; c < LANES; c++)
+        for (int i = 0; i < LANES; i++) to[c * LANES + i] = r[i][c];
+#endif
+}
 
 INLINE vf exp_(vf x) { /* within 2 ulp; exactly 0 below -87 */
     const vf magic = splat(12582912.0f);
