@@ -9,12 +9,11 @@ import ctypes
 import hashlib
 import os
 import platform
-import re
 import shlex
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -58,17 +57,17 @@ def processor() -> str:
         return platform.machine() + platform.processor()
 
 
-@cache
 def amx_allowed() -> bool:
     """Whether the processor has AMX for bfloat16 and the kernel lets this process use it, which must be asked for."""
     ask, permission, tile_data = 158, 0x1023, 18  # arch_prctl, ARCH_REQ_XCOMP_PERM
-    has = re.search(r"\bamx_bf16\b", processor()) is not None and re.search(r"\bavx512_bf16\b", processor()) is not None
-    return has and platform.machine() == "x86_64" and ctypes.CDLL(None).syscall(ask, permission, tile_data) == 0
+    if platform.machine() != "x86_64" or not torch.cpu._is_avx512_bf16_supported() or " amx_bf16 " not in f"{processor()} ":
+        return False
+    return bool(ctypes.CDLL(None).syscall(ask, permission, tile_data) == 0)
 
 
 def isas() -> tuple[str, ...]:
     """The instruction sets in ISAS that this processor has, the best first."""
-    has = {
+    has: dict[str, Callable[[], bool]] = {
         "amx": amx_allowed,
         "avx512bf16": torch.cpu._is_avx512_bf16_supported,
         "avx512": torch.cpu._is_avx512_supported,

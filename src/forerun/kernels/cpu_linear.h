@@ -290,7 +290,7 @@ INLINE int in_blocks(const Linear *a) { return a->w->part[0].format != DENSE; }
 /* whether a product with dense weights goes through tiles of AMX */
 INLINE int in_tiles(const int wide, const Linear *a) {
 #if AMX
-    return !wide && amx_fits(a->k);
+    return !wide && !in_blocks(a) && amx_fits(a->k);
 #else
     return 0;
 #endif
