@@ -210,6 +210,10 @@ ENGINE = {
         "auto", [5, True, "", "int8", "float", b"float32", ["float32"], torch.int8, object()],
         [(torch.float32, "float32"), ("bfloat16", "bfloat16"), (None, "auto"), (np.str_("float16"), "float16")],
     ),
+    "quantization": Values(
+        "auto", [5, True, "", "int3", "Q8_0", 8, b"int8", ["int8"], torch.int32, object()],
+        [("int8", "int8"), (torch.int8, "int8"), ("int4", "int4"), (None, "auto"), (np.str_("int8"), "int8")],
+    ),
     "device": Values(
         "auto", [5, True, "", "gpu", "tpu", "cuda:7", b"cpu", ["cpu"], object(), torch.device("cuda:1")],
         [(torch.device("cpu"), "cpu"), ("cuda", "cuda"), (None, "auto")],
@@ -404,6 +408,7 @@ CALLS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
         "model": (NOT_MODEL, "smollm2-135m-instruct"),
         "dtype": (ENGINE["dtype"].refused, "auto"),
         "device": (ENGINE["device"].refused, "auto"),
+        "quantization": (ENGINE["quantization"].refused, "auto"),
     },
 }  # fmt: skip
 GOOD = {"prompts": "the", "prompt": "the", "conversations": [USER], "messages": [USER], "params": SamplingParams()}
@@ -532,6 +537,7 @@ def test_a_device_that_is_not_there_is_refused(loaded: LoadedModel) -> None:
 
 def test_a_loaded_model_is_not_asked_to_be_another(loaded: LoadedModel) -> None:
     refusal(lambda: LLM(loaded, dtype="bfloat16"), "dtype", "float32")
+    refusal(lambda: LLM(loaded, quantization="int8"), "quantization", "auto")
     assert LLM(loaded, dtype=torch.float32, device=torch.device("cpu"), kv_cache_tokens=64).engine.kv_tokens == 64  # type: ignore[arg-type]
 
 

@@ -91,7 +91,7 @@ def some(draw: random.Random, folder: Path) -> Options:
     engine = draw.choice(["forerun", "vllm", "http://127.0.0.1:8000/v1"])
     if engine == "forerun":
         given |= maybe(arms=[("suffix",), ("ngram:k=2,4",), (ngram, suffix)], slots=[1, 9])
-        given |= maybe(dtype=["float32", "bfloat16"], device=["cpu"])
+        given |= maybe(dtype=["float32", "bfloat16"], quantization=["int8", "int4"], device=["cpu"])
     elif engine == "vllm":
         flags = "flags:--spec-type 'a b' --x=\"1 2\""
         given |= maybe(arms=[("ngram",), (suffix, flags)], slots=[3], template=[folder / "t.toml"], logs=[folder])

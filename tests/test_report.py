@@ -138,10 +138,18 @@ def test_each_load_is_a_cell_of_its_own() -> None:
     assert "4 requests at c=1, 16 requests at c=8, 24 requests at 2/s" in words.title(made)
 
 
-@pytest.mark.parametrize(("isa", "told"), [("avx2", "tiny bfloat16 (avx2) on Imagined"), (None, "tiny bfloat16 on Imagined")])
-def test_the_title_says_by_which_instruction_set(isa: str | None, told: str) -> None:
+@pytest.mark.parametrize(
+    ("isa", "mix", "told"),
+    [
+        ("avx2", None, "tiny bfloat16 (avx2) on Imagined"),
+        ("avx2", "Q4_1 100 %", "tiny bfloat16 (weights Q4_1 100 %; avx2) on Imagined"),
+        (None, None, "tiny bfloat16 on Imagined"),
+    ],
+)
+def test_the_title_says_by_which_instruction_set(isa: str | None, mix: str | None, told: str) -> None:
     made = fake(ARMS)
-    arms = tuple(dataclasses.replace(arm, engine={"dtype": "bfloat16", "cpu_isa": isa}) for arm in made.settings.arms)
+    engine = {"dtype": "bfloat16", "cpu_isa": isa, "quantization": mix}
+    arms = tuple(dataclasses.replace(arm, engine=engine) for arm in made.settings.arms)
     assert words.title(change(made, arms=arms)).startswith(told)
 
 

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from forerun.kernels import cpu, reference
+from forerun.llm import LLM
 from forerun.models import hub, loading
 from forerun.models.blocks import FORMATS, Blocks, dequantized, quantized
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Target
 from forerun.models.weights import Dense, Layer, Weights
-from forerun.types import LoadError, SettingError
+from forerun.types import LoadError, SamplingParams, SettingError
 from tests.test_loading import change, poison, write_gguf
 from tests.test_weights import expanded, passes
 from tests.tiny import tiny_model
@@ -237,3 +238,16 @@ def test_a_matrix_in_blocks_that_is_not_finite(tmp_path: Path, own_cache: Path) 
     for matrices in ("stored", "dense"):
         with pytest.raises(LoadError, match=r"layers\.0\.self_attn\.k_proj\.weight has values not finite"):
             weights_of(folder, matrices)
+
+
+def test_the_setting_through_the_whole_engine(tmp_path: Path, own_cache: Path) -> None:
+    folder = tiny_model(tmp_path / "hf", dtype=torch.bfloat16)
+    plain = LLM(folder, quantization="int8", kv_cache_tokens=512)
+    assert plain.settings()["quantization"] == "Q8_0 100 %" and plain.model.quantization == "int8"
+    shared = LLM(plain.model, quantization="int8", kv_cache_tokens=512, speculative_config={
+        "method": "draft_model", "model": str(folder), "num_speculative_tokens": 3})  # fmt: skip
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = [llm.generate(["the thing", "in the"], greedy) for llm in (plain, shared)]
+    assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
+    assert shared.stats.drafts.acceptance_rate == 1.0  # the drafter's weights are quantised alike
+    assert LLM(folder, kv_cache_tokens=512).settings()["quantization"] is None

@@ -38,6 +38,7 @@ MOST_DRAFTED = 64  # num_speculative_tokens at most
 MOST_SEQUENCES = 1024  # max_num_seqs at most
 CACHED = 8192  # an example of kv_cache_tokens
 DTYPE = Choice(("auto", "float32", "bfloat16", "float16"))
+QUANTIZATION = Choice(("auto", "int8", "int4"))
 DEVICE = Choice(("auto", "cpu", "cuda"))
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DEPTH = Whole(2, 1024, 24)
@@ -204,7 +205,10 @@ def _speculation(name: str, value: Any) -> Speculation | None:
 class EngineConfig:
     """How the engine runs.
 
-    dtype: auto, float32, bfloat16 or float16; auto: the checkpoint's, and on a CPU with AVX2 bfloat16 for 16 bits.
+    dtype: auto, float32, bfloat16 or float16: of weights, activations and KV cache. auto: the checkpoint's, and on a CPU with
+    AVX2 bfloat16 for 16 bits; on a CPU the matrices of a GGUF file stay in its blocks, and the rest counts as 16 bits.
+    quantization: auto: weights as dtype says; int8 or int4: a checkpoint of 16 bits or more is quantised while it loads, in
+    blocks of 32 (Q8_0 or Q4_0 of GGUF), on a CPU; a drafter's model too.
     device: auto, cpu or cuda. max_model_len: the longest context in tokens; None: the model's, on a CPU no
     more than fits into the default KV cache. max_num_seqs: sequences that decode at once. max_num_batched_tokens:
     positions of one step, drafts included; None: 2048 on a CPU, 8192 on a GPU. block_size: tokens of a KV page.
@@ -219,6 +223,7 @@ class EngineConfig:
     """
 
     dtype: str = setting("auto", DTYPE)
+    quantization: str = setting("auto", QUANTIZATION)
     device: str = setting("auto", DEVICE)
     max_model_len: int | None = setting(None, Whole(2, LARGEST, 2048, ", or None for the model's"))
     max_num_seqs: int = setting(32, Whole(1, MOST_SEQUENCES, 32))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from forerun import checks
-from forerun.config import DEVICE, DTYPE, EngineConfig, Speculation, model_name
+from forerun.config import DEVICE, DTYPE, QUANTIZATION, EngineConfig, Speculation, model_name
 from forerun.drafters import Drafter
 from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.engine import Engine, EngineStats
@@ -53,13 +53,14 @@ Message = Mapping[str, Any]
 
 class LoadedModel(NamedTuple):
     """Weights and tokenizer, which several LLMs can share. name: the name that was given; sampling: the recommendation of the
-    model's generation_config.json."""
+    model's generation_config.json; quantization: the setting with which it was loaded."""
 
     name: str
     folder: Path
     target: Target
     tokenizer: Tokenizer
     sampling: SamplingParams = SamplingParams()
+    quantization: str = "auto"
 
 
 class Timing(NamedTuple):
@@ -171,6 +172,7 @@ class LLM:
         *,
         speculative_config: Speculation | Mapping[str, Any] | str | None = None,
         dtype: str = "auto",
+        quantization: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
@@ -187,6 +189,7 @@ class LLM:
         EngineConfig. Raises SettingError, and LoadError if the weights do not fit."""
         config = EngineConfig(
             dtype,
+            quantization,
             device,
             max_model_len,
             max_num_seqs,
@@ -199,10 +202,11 @@ class LLM:
             gpu_memory_utilization,
             Speculation.parse(speculative_config),
         )
-        dtype, device = config.dtype, config.device
-        loaded = model if isinstance(model, LoadedModel) else LLM.load(model, dtype, device)
+        dtype, device, quantization = config.dtype, config.device, config.quantization
+        loaded = model if isinstance(model, LoadedModel) else LLM.load(model, dtype, device, quantization)
         for name, given, there in (
             ("dtype", dtype, str(loaded.target.dtype).removeprefix("torch.")),
+            ("quantization", quantization, loaded.quantization),
             ("device", device, loaded.target.device.type),
         ):
             require(given in ("auto", there), name, given, f"the loaded model's is {there}; give {there} or auto")
@@ -212,7 +216,7 @@ class LLM:
         speculation = config.speculation
         drafter_model, context, each = None, None, loaded.target.kv_bytes_per_token
         if speculation is not None and speculation.model is not None:
-            drafter = LLM.load(speculation.model, dtype, device)
+            drafter = LLM.load(speculation.model, dtype, device, quantization)
             same = drafter.tokenizer.inner.get_vocab() == self.tokenizer.inner.get_vocab()
             require(
                 same,
@@ -242,19 +246,22 @@ class LLM:
         self._end_ids = tuple(dict.fromkeys((*loaded.target.config.eos_ids, *tokenizer.end_ids)))
 
     @staticmethod
-    def load(model: str | Path | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-        """Load a model and its tokenizer, which several LLMs can share; fetch the model first if needed. Raises SettingError,
-        and LoadError for files that cannot be used."""
+    def load(
+        model: str | Path | None = None, dtype: str = "auto", device: str = "auto", quantization: str = "auto"
+    ) -> LoadedModel:
+        """Load a model and its tokenizer, which several LLMs can share; fetch the model first if needed. dtype, device,
+        quantization: see EngineConfig. Raises SettingError, and LoadError for files that cannot be used."""
         name = hub.DEFAULT if model is None else model_name("model", model)
         dtype = DTYPE("dtype", "auto" if dtype is None else dtype)
         device = DEVICE("device", "auto" if device is None else device)
+        quantization = QUANTIZATION("quantization", "auto" if quantization is None else quantization)
         there = device != "cuda" or torch.cuda.is_available()
         require(there, "device", device, "torch finds no CUDA device on this machine; give cpu or auto")
         folder = hub.resolve(name)
         where = torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
-        target, tokenizer = Target.load(folder, dtype, where), Tokenizer(folder)
+        target, tokenizer = Target.load(folder, dtype, where, quantization=quantization), Tokenizer(folder)
         target.keep_vocabulary(tokenizer.size)
-        return LoadedModel(name, folder, target, tokenizer, default_sampling(folder))
+        return LoadedModel(name, folder, target, tokenizer, default_sampling(folder), quantization)
 
     def settings(self) -> dict[str, Any]:
         """All settings in force, defaults included. default_sampling: the values that requests without SamplingParams get,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from forerun.config import DEVICE, DTYPE
+from forerun.config import DEVICE, DTYPE, QUANTIZATION
 
 MODEL, SAMPLING, SPECULATION, ENGINE = "Model", "Sampling", "Speculation", "Engine"
 RUN, LOAD, SERVERS, OUTPUT = "Run", "Load and prompts", "Servers", "Output"
@@ -66,7 +66,7 @@ def option_of(field: dataclasses.Field[Any]) -> Option:
 
 
 def model_option() -> Any:
-    """--model. Like the two below, several commands have it."""
+    """--model. Like those below, several commands have it."""
     return option(
         None,
         MODEL,
@@ -78,7 +78,23 @@ def model_option() -> Any:
 
 
 def dtype_option(**more: Any) -> Any:
-    return option("auto", MODEL, "Number format of weights and KV cache; auto: the checkpoint's.", choices=DTYPE.words, **more)
+    return option(
+        "auto",
+        MODEL,
+        "Number format of weights and KV cache; auto: the checkpoint's; on a CPU weights stay in a GGUF file's blocks.",
+        choices=DTYPE.words,
+        **more,
+    )
+
+
+def quantization_option(**more: Any) -> Any:
+    return option(
+        "auto",
+        MODEL,
+        "int8 or int4: quantise a checkpoint of 16 bits or more while it loads (CPU); auto: as --dtype says.",
+        choices=QUANTIZATION.words,
+        **more,
+    )
 
 
 def device_option(**more: Any) -> Any:

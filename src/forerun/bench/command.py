@@ -157,15 +157,15 @@ def _embedded(options: Options, plan: Plan) -> Subject:
     name = "concurrency" if options.slots is None else "slots"
     remedy = f"the engine in this process takes {MOST_SEQUENCES} requests at once at most; give slots={MOST_SEQUENCES}"
     require(slots <= MOST_SEQUENCES, name, slots, remedy)
-    loaded = LLM.load(options.model, options.dtype, options.device)
+    loaded = LLM.load(options.model, options.dtype, options.device, options.quantization)
     gc.collect()
     gc.freeze()  # a garbage collection that walks over the model takes as long as several steps
 
     def side(arm: Arm) -> Embedded:
         def build() -> LLM:
             return LLM(
-                loaded, speculative_config=arm.settings, dtype=options.dtype, device=options.device, max_num_seqs=slots,
-                gpu_memory_utilization=0.9 / sides_,
+                loaded, speculative_config=arm.settings, dtype=options.dtype, quantization=options.quantization,
+                device=options.device, max_num_seqs=slots, gpu_memory_utilization=0.9 / sides_,
             )  # fmt: skip
 
         return Embedded(arm, build)
@@ -177,7 +177,8 @@ def _embedded(options: Options, plan: Plan) -> Subject:
     settled = {
         "model": options.model or hub.DEFAULT,
         "arms": options.arms or arms.DEFAULT_ARMS,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        # with a dtype given, the blocks of a file would be expanded
+        "dtype": options.dtype if target.quantization else str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
     }
     return Subject(loaded.name, "forerun", tuple(sides), ids, True, notes=notes, settled=settled)

@@ -16,7 +16,18 @@ from forerun.bench.engines.endpoint import Timeouts
 from forerun.bench.records.redaction import HIDDEN, hide, hide_command
 from forerun.bench.workloads.tasks import DEFAULT_TASKS, TASKS
 from forerun.checks import LARGEST, SettingError, Whole, require
-from forerun.options import LOAD, RUN, SERVERS, Scope, device_option, dtype_option, model_option, option, option_of
+from forerun.options import (
+    LOAD,
+    RUN,
+    SERVERS,
+    Scope,
+    device_option,
+    dtype_option,
+    model_option,
+    option,
+    option_of,
+    quantization_option,
+)
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -93,6 +104,7 @@ class Options:
     )
     seed: int = option(0, RUN, "Of the sampled task, random; the same in every arm.")
     dtype: str = dtype_option(scope=HERE)
+    quantization: str = quantization_option(scope=HERE)
     device: str = device_option(scope=HERE)
     server_args: str = option(
         "", SERVERS, "More of the server's own flags, for every arm.", metavar="TEXT", scope=STARTED, secret=True

@@ -14,7 +14,18 @@ import typer
 from forerun import textfile
 from forerun.checks import SettingError, require, written
 from forerun.cli.errors import tell
-from forerun.options import ENGINE, MODEL, OUTPUT, SAMPLING, SPECULATION, device_option, dtype_option, model_option, option
+from forerun.options import (
+    ENGINE,
+    MODEL,
+    OUTPUT,
+    SAMPLING,
+    SPECULATION,
+    device_option,
+    dtype_option,
+    model_option,
+    option,
+    quantization_option,
+)
 
 if TYPE_CHECKING:
     from forerun.engine.stats import DraftStats
@@ -36,6 +47,7 @@ class Options:
         metavar="JSON",
     )
     dtype: str = dtype_option()
+    quantization: str = quantization_option()
     device: str = device_option()
     max_tokens: int = option(256, SAMPLING, "The most output tokens.", "-n")
     temperature: float = option(0.0, SAMPLING, "0 takes the most likely token each time (greedy).", "-t")
@@ -106,6 +118,7 @@ def generate(
         options.model,
         speculative_config=speculation,
         dtype=options.dtype,
+        quantization=options.quantization,
         device=options.device,
         max_num_seqs=1,
         max_model_len=options.max_model_len,

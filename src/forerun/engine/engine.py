@@ -145,6 +145,7 @@ class Engine:
         self._committing: Sequence | None = None
         self.stats = EngineStats()
         self._vocab = target.vocab
+        self._quantization = target.quantization
         self._cpu_isa, self._threads = cpu.isa_of(target.kernels), cpu.threads_of(target.kernels)
         self._around_step = only_this_thread if self._cpu_isa else nullcontext  # plain torch needs its threads
         self._detokenizer = detokenizer
@@ -233,12 +234,14 @@ class Engine:
         return f"{room}; CUDA graphs took {capturing[0]:.1f} s and {capturing[1] / 1e6:,.0f} MB"
 
     def settings(self) -> dict[str, Any]:
-        """The settings in force, with all defaults; cpu_isa: the instruction set of the CPU kernels; threads: how
-        many compute the products on a CPU; graphs: the cost of capturing, None without graphs."""
+        """The settings in force, with all defaults; quantization: the formats of matrices in blocks with their shares, None if
+        none is; cpu_isa: the instruction set of the CPU kernels; threads: how many compute the products on a CPU; graphs: the
+        cost of capturing, None without graphs."""
         c, capturing = self.config, self._step.runner.capturing
         return {
             "dtype": str(self.kv.keys[0].dtype).removeprefix("torch."),
             "device": str(self.state.length.device),
+            "quantization": self._quantization,
             "cpu_isa": self._cpu_isa,
             "max_model_len": self.max_model_len,
             "max_num_seqs": c.max_num_seqs,

@@ -43,8 +43,9 @@ ON: dict[Call, str] = {
 
 def title(record: Record) -> str:
     s, v = record.settings, record.versions
-    dtype, isa = (s.arms[0].engine.get(name) or "" for name in ("dtype", "cpu_isa"))
-    model = f"{model_of(record)} {dtype}" + (f" ({isa})" if isa else "")
+    dtype, isa, mix = (s.arms[0].engine.get(name) or "" for name in ("dtype", "cpu_isa", "quantization"))
+    how = "; ".join(one for one in (f"weights {mix}" if mix else "", isa) if one)
+    model = f"{model_of(record)} {dtype}" + (f" ({how})" if how else "")
     return (
         f"{model.strip()} on {hardware(record.machine)}. {s.repetitions} repetitions of {loads_of(record)} for every task and "
         f"arm, at most {s.max_tokens} output tokens. forerun {v.get('forerun', '?')}, {versions_of(record)}, "
