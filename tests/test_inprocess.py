@@ -1,4 +1,4 @@
-"""The engine in this process as an endpoint: the same answers as through the Python door, whatever the load."""
+"""The engine in this process as an endpoint of the instrument: its answers equal those of LLM at every concurrency."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_same_answers_under_every_load(loaded: LoadedModel, shape: Load) -> 
     for got, output in zip(answers, expected, strict=True):
         done = output.completions[0]
         assert got.token_ids == done.token_ids and got.text == done.text and got.finish_reason == done.finish_reason
-        # how much is drafted depends on what steps cost when they were measured; what steps give does not
+        # the number of drafts depends on the measured costs of steps, the answers do not
         c = got.counts
         assert c.steps + c.accepted in (got.tokens - 1, got.tokens) and c.drafted == sum(c.drafted_at)
         assert c.drafting_steps <= c.steps and c.accepted == sum(c.accepted_at) <= c.drafted

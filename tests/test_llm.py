@@ -1,4 +1,4 @@
-"""The Python door on a tiny model."""
+"""The Python interface, LLM, on a tiny model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_drafters_change_no_token(loaded, method: str) -> None:  # type: ignore[
 
 
 def test_an_engine_is_gone_with_the_last_who_uses_it(loaded) -> None:  # type: ignore[no-untyped-def]
-    """At once: its memory may be what the next one waits for."""
+    """The memory of an engine is free at once. The next engine may need it."""
     gc.disable()
     try:
         one = llm(loaded, {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 2})
@@ -88,8 +88,8 @@ def test_n_completions_differ_and_a_seed_repeats_them(loaded) -> None:  # type: 
 
 
 def test_n_completions_of_equal_prompts_all_differ_without_a_seed(loaded) -> None:  # type: ignore[no-untyped-def]
-    """Each request has a seed of its own, and each of its n sequences too; a seed given makes the first of n the only one of
-    n = 1."""
+    """Each request has its own seed, and so has each of its n sequences. With a seed given, the first of n sequences is the one
+    that n = 1 gives."""
     it = llm(loaded)
     answers = it.generate(["the thing"] * 4, SamplingParams(n=4, temperature=5.0, max_tokens=8, ignore_eos=True))
     assert len({c.token_ids for a in answers for c in a.completions}) == 16
@@ -103,8 +103,8 @@ def test_n_completions_of_equal_prompts_all_differ_without_a_seed(loaded) -> Non
 def test_the_prompt_of_n_completions_is_computed_once(  # type: ignore[no-untyped-def]
     loaded, folder: Path, method: str | None, lag: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for its last, unfinished page: the others find it in the prefix cache. Not where that is off, and never otherwise
-    than without sharing; for short and long prompts, answers of one token, and more of them than run at once."""
+    """The others find its full pages in the prefix cache, if that is on. The answers equal those without sharing: for short and
+    long prompts, answers of one token, and more sequences than run at once."""
     monkeypatch.setattr("forerun.llm.Engine", partial(Engine, padded=lag))
     prompts = [[5 + i % 200 for i in range(start, start + length)] for start, length in ((0, 100), (7, 96), (30, 9), (50, 17))]
     config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1} if method == "ngram" else None
@@ -127,7 +127,7 @@ def test_the_prompt_of_n_completions_is_computed_once(  # type: ignore[no-untype
 
 
 def test_nothing_is_left_of_n_completions_that_are_interrupted(loaded) -> None:  # type: ignore[no-untyped-def]
-    """Before the others are submitted, and after it."""
+    """The interrupt comes before the other completions are submitted, and after."""
     for steps in range(1, 6):
         it, calls = llm(loaded), itertools.count(1)
 
@@ -148,7 +148,7 @@ def test_chunks_carry_logprobs_and_the_counts_of_their_time(loaded) -> None:  # 
     assert whole.completions[0].logprobs == sum((c.logprobs or () for c in chunks), ())
     assert all(c.logprobs is not None and [p.token for p in c.logprobs] == list(c.token_ids) for c in chunks)
     assert all(c.logprobs is None for c in it.stream("the thing", GREEDY))
-    # read at the end: each chunk still has the counts it came with
+    # the chunks are read at the end, and each still has the counts that it came with
     assert [c.stats.steps for c in chunks] == list(range(len(chunks))) and chunks[-1].stats.drafted > 0
     accepted = [sum(len(c.token_ids) - 1 for c in chunks[: i + 1]) for i in range(len(chunks))]
     assert [c.stats.accepted for c in chunks] == accepted == [sum(c.stats.accepted_at) for c in chunks]
@@ -175,7 +175,7 @@ def test_chat_uses_the_template(loaded) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_bad_words_never_appear(loaded) -> None:  # type: ignore[no-untyped-def]
-    """As the tokenizer writes them, alone or behind a space; "b" is one token, "thin" is three."""
+    """A bad word is banned with and without a space before it. "b" is one token, "thin" is three."""
     it = llm(loaded)
     free = it.generate("the thing", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))[0].token_ids
     common = max((i for i in free if 3 <= i < 259), key=free.count)
@@ -260,7 +260,7 @@ def test_max_tokens_none_takes_what_the_context_leaves(loaded) -> None:  # type:
 
 @pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
 def test_padding_of_the_vocabulary_is_never_emitted_or_drafted(tmp_path: Path, method: str | None) -> None:
-    """A checkpoint with 40 ids more than its tokenizer, and a drafter with 80 more."""
+    """The checkpoint has 40 ids more than its tokenizer, and the drafter has 80 more."""
     folder, drafter = (
         tiny_model(tmp_path / "target", vocab=VOCAB + 40),
         tiny_model(tmp_path / "drafter", vocab=VOCAB + 80, seed=1),
@@ -277,7 +277,7 @@ def test_padding_of_the_vocabulary_is_never_emitted_or_drafted(tmp_path: Path, m
         assert done.logprobs is not None and max(i for p in done.logprobs for i, _ in p.top) < VOCAB
 
 
-def test_the_packages_door_names_what_it_has() -> None:
+def test_the_package_exports_what_it_lists() -> None:
     import forerun
 
     assert forerun.LLM is LLM and forerun.SamplingParams is SamplingParams and forerun.SettingError is SettingError
@@ -286,11 +286,11 @@ def test_the_packages_door_names_what_it_has() -> None:
         forerun.Engine  # noqa: B018
 
 
-# ---- what the model's files say
+# ---- settings from the model's files
 
 
 def changed(folder: Path, name: str, **keys: object) -> Path:
-    """Other values in one of a model's JSON files."""
+    """Change values in one of a model's JSON files."""
     path = folder / name
     given = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(given | keys))
@@ -298,7 +298,7 @@ def changed(folder: Path, name: str, **keys: object) -> Path:
 
 
 def test_a_chat_ends_at_the_stop_ids_of_every_file(tmp_path: Path) -> None:
-    """generation_config.json, config.json, the tokenizer's eos_token, and what the chat template puts behind an answer."""
+    """They come from generation_config.json, config.json, the tokenizer's eos_token, and the chat template."""
     folder = changed(tiny_model(tmp_path), "config.json", eos_token_id=[40, 41])
     changed(folder, "generation_config.json", eos_token_id=42)
     changed(folder, "tokenizer_config.json", eos_token="<|endoftext|>")
@@ -312,8 +312,8 @@ def test_a_chat_ends_at_the_stop_ids_of_every_file(tmp_path: Path) -> None:
 
 
 def test_a_stop_string_may_name_a_special_token(loaded) -> None:  # type: ignore[no-untyped-def]
-    """The answer is cut where the token comes, alone or with the text in front of it, as eos token or not, and the token's text
-    is there only if it is asked for."""
+    """The answer ends before the token, whether the stop string is the token alone or has text before it, and whether the token
+    is an eos token or not. The token's text is in the answer only with include_stop_str_in_output."""
     it = llm(loaded, {"method": "ngram", "prompt_lookup_min": 1})
     text = it.tokenizer.token_text
     seeded = [SamplingParams(temperature=6.0, max_tokens=40, ignore_eos=True, seed=seed) for seed in range(60)]
@@ -353,7 +353,7 @@ def asked(it: LLM, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sampling_that_the_model_recommends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no SamplingParams are given, and only there; it stands in the settings."""
+    """They hold where no SamplingParams are given, and only there. LLM.settings() shows them."""
     keys = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.05}
     folder = changed(tiny_model(tmp_path), "generation_config.json", **keys, max_new_tokens=2048)
     it = LLM(folder, kv_cache_tokens=512)
@@ -430,7 +430,7 @@ def test_a_drafter_that_cannot_draft_is_warned_of_once(
     llm(loaded, never, max_num_seqs=8)
     (said,) = warnings(caplog)
     assert "ngram does not draft" in said and "[[1, 8, 0]] has k = 0 wherever 1 to 8 sequences run" in said
-    llm(loaded, never, max_num_seqs=9)  # with nine it drafts
+    llm(loaded, never, max_num_seqs=9)  # with nine sequences it drafts
     llm(loaded, {"method": "ngram", "num_speculative_tokens_per_batch_size": [[2, 8, 0]]}, max_num_seqs=8)
     assert warnings(caplog) == []
 
@@ -453,7 +453,8 @@ def test_a_drafter_that_cannot_draft_is_warned_of_once(
 
 
 def test_a_drafter_that_never_drafted_is_warned_of_once(loaded, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
-    """After many steps without a draft; not after few, nor where something was drafted, nor without a drafter."""
+    """The warning comes after many steps without a draft. It does not come after few, if something was drafted, or without a
+    drafter."""
     nothing = {"method": "ngram", "prompt_lookup_min": 40, "prompt_lookup_max": 40}
     params = SamplingParams(temperature=8.0, max_tokens=110, ignore_eos=True, seed=1)
     it = llm(loaded, nothing)
