@@ -181,19 +181,28 @@ class LlamaCpp:
             "prompt": ids, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False,
             "return_tokens": True,
         }  # fmt: skip
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}/completion", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=600) as reply:
-            answer = json.loads(reply.read())
+        answer = self.post(body)
         times = answer["timings"]
         return Answer(
             times["prompt_n"], times["prompt_ms"] / 1e3, times["predicted_n"], times["predicted_ms"] / 1e3,
             times.get("draft_n", 0), times.get("draft_n_accepted", 0), answer["tokens"],
         )  # fmt: skip
 
+    def post(self, body: dict[str, Any]) -> Any:
+        """The reply to a request for a completion."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/completion", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            return json.loads(reply.read())
+
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def command_of(server: str | None, python: str | None) -> list[str]:
+    """How to start llama.cpp, before the flags. With -lv 4 the log names the instruction sets."""
+    return [server, "-lv", "4"] if server else [str(python), str(LAUNCHER)]
 
 
 Run = Callable[[int], list[Answer]]
@@ -320,7 +329,7 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("llamacpp-cpu.json"))
     given = options.parse_args()
 
-    command = [given.server, "-lv", "4"] if given.server else [given.python, str(LAUNCHER)]  # 4: its log names what it uses
+    command = command_of(given.server, given.python)
     mine = given.ours or given.model
     record: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), **describe(), "isa": given.isa, "model": Path(given.model).name,
