@@ -86,7 +86,7 @@ def run(arm, prompts, tokens):
 def facts():
     status = Path("/proc/self/status").read_text().splitlines()
     return {
-        "settings": llm("plain").settings(),
+        "settings": llm("plain").settings() | {"model": Path(given["model"]).name},
         "capacity": llm("plain").engine.capacity(),
         "kv_bytes": given["kv_tokens"] * loaded.target.kv_bytes_per_token,
         "weights": loaded.target.bytes,
@@ -169,8 +169,9 @@ class LlamaCpp:
         return self._log.read_text(errors="replace")
 
     def facts(self) -> list[str]:
-        """What it says of its build and of its instruction sets."""
-        return [line for line in self.log.splitlines() if re.search(r"system_info|build.?info|loaded CPU backend", line)]
+        """What it says of its build and of its instruction sets, without the folders of this machine."""
+        lines = [line for line in self.log.splitlines() if re.search(r"system_info|build.?info|loaded CPU backend", line)]
+        return [re.sub(r"(?<= )/\S*/", "", line) for line in lines]
 
     def answers(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
         with ThreadPoolExecutor(len(prompts)) as pool:

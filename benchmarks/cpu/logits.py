@@ -1,14 +1,14 @@
-"""Compares the next-token distributions of this engine with those of llama.cpp on the same .gguf file, for real text: the topics
-of Python's own documentation.
+"""Compares the next-token distributions of this engine with those of llama.cpp on the same .gguf file, for real text: the
+topics of Python's own documentation.
 
     python benchmarks/cpu/logits.py MODEL.gguf --server LLAMA-SERVER | --python PYTHON [--tokens 2000] [--out FILE]
 
---server, --python: as for llamacpp.py. Three sides are compared: this engine with the blocks as stored ("blocks"), with the same
-weights expanded to float32 ("float32"), and llama.cpp. The text is computed in windows of 500 tokens that know nothing of each
-other. llama.cpp's server gives the probabilities of its likeliest tokens. So a distribution is over 1,001 outcomes: llama.cpp's
-1,000 likeliest tokens at a position, and all others together. For each pair: the share of positions with the same likeliest token,
-and the Kullback-Leibler divergence in nats. For each side: the perplexity, over the positions whose next token is one of the
-1,000.
+--server, --python: as for llamacpp.py. Three sides are compared: this engine with the blocks as stored ("blocks"), with the
+same weights expanded to float32 ("float32"), and llama.cpp. The text is computed in windows of 500 tokens that know nothing of
+each other. llama.cpp's server gives the probabilities of its likeliest tokens. So a distribution is over 1,001 outcomes: the
+1,000 likeliest tokens of llama.cpp at a position, and all others together. For each pair: the share of positions with the same
+likeliest token, and the Kullback-Leibler divergence in nats. For each side: the perplexity, over the positions whose next token
+is one of the 1,000.
 """
 
 from __future__ import annotations
