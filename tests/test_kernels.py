@@ -26,7 +26,8 @@ EPS = 1e-5
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-EACH = pytest.mark.parametrize("isa", cpu.isas())
+# integer products (VNNI) are for weights in blocks only: test_blocks.py
+EACH = pytest.mark.parametrize("isa", [isa for isa in cpu.isas() if not isa.endswith("vnni")])
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bfloat16", "float32"])
 
 
@@ -435,12 +436,25 @@ def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.Mon
 
 
 def test_a_processor_with_less_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert "avx512bf16" not in cpu.isas()
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
-    assert set(cpu.isas()) <= {"avx2", "portable"}
-    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
-    assert cpu.isas() == ("portable",)
+    avx2 = "flags : fma avx avx2 f16c"
+    avx512 = f"{avx2} avx512f avx512dq avx512bw avx512vl"
+    for words, want in (
+        (f"{avx512} avx512_bf16 avx512_vnni amx_bf16 amx_tile", ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2")),
+        (f"{avx512} avx_vnni avx512_bf16 avx512_vnni", ("avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2")),
+        (f"{avx512} avx512_vnni", ("avx512vnni", "avx512", "avx2")),
+        (f"{avx512} avx512_bf16", ("avx512", "avx2")),
+        (avx512, ("avx512", "avx2")),
+        ("flags : avx2 f16c avx512f avx512dq avx512bw avx512vl", ()),
+        (f"{avx2} avx_vnni", ("avxvnni", "avx2")),
+        (avx2, ("avx2",)),
+        ("Features : fp asimd asimddp", ("neon",)),
+        ("Features : fp asimd", ()),
+    ):
+        monkeypatch.setattr(cpu, "processor", lambda words=words: words)
+        monkeypatch.setattr(cpu, "amx_allowed", lambda: True)
+        assert cpu.isas() == (*want, "portable")
+        monkeypatch.setattr(cpu, "amx_allowed", lambda: False)
+        assert cpu.isas() == (*(isa for isa in want if isa != "amx"), "portable")
     monkeypatch.setenv(cpu.SETTING, "avx2")
     with pytest.raises(SettingError, match="this processor has: portable"):
         cpu.kernels(BF16)

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -27,14 +27,21 @@ from forerun.types import require
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-w")
-AVX2 = ("-mavx2", "-mfma", "-mf16c")
-AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-ISAS = {  # the compiler's flags for each instruction set, the best first; cpu_vectors.h chooses its code by them
-    "amx": (*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
-    "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+AVX2 = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c"}
+AVX512 = AVX2 | {name: f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
+AVX512_VNNI = AVX512 | {"avx512_vnni": "-mavx512vnni"}
+AVX512_BF16 = AVX512_VNNI | {"avx512_bf16": "-mavx512bf16"}
+# The instruction sets, the best first. What a processor must have for each, in the words of /proc/cpuinfo, and the flags that
+# let the compiler use it; cpu_vectors.h chooses its code by them.
+ISAS: dict[str, dict[str, str]] = {
+    "amx": AVX512_BF16 | {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"},
+    "avx512bf16": AVX512_BF16,
+    "avx512vnni": AVX512_VNNI,
     "avx512": AVX512,
+    "avxvnni": AVX2 | {"avx_vnni": "-mavxvnni"},
     "avx2": AVX2,
-    "portable": () if platform.machine() in ("x86_64", "AMD64") else ("-march=native",),
+    "neon": {"asimddp": "-march=armv8.2-a+dotprod"},
+    "portable": {},
 }
 SETTING = "FORERUN_CPU_ISA"
 
@@ -58,23 +65,15 @@ def processor() -> str:
 
 
 def amx_allowed() -> bool:
-    """Whether the processor has AMX for bfloat16 and the kernel lets this process use it, which must be asked for."""
+    """Whether Linux lets this process use AMX. It must be asked."""
     ask, permission, tile_data = 158, 0x1023, 18  # arch_prctl, ARCH_REQ_XCOMP_PERM
-    if platform.machine() != "x86_64" or not torch.cpu._is_avx512_bf16_supported() or " amx_bf16 " not in f"{processor()} ":
-        return False
     return bool(ctypes.CDLL(None).syscall(ask, permission, tile_data) == 0)
 
 
 def isas() -> tuple[str, ...]:
     """The instruction sets in ISAS that this processor has, the best first."""
-    has: dict[str, Callable[[], bool]] = {
-        "amx": amx_allowed,
-        "avx512bf16": torch.cpu._is_avx512_bf16_supported,
-        "avx512": torch.cpu._is_avx512_supported,
-        "avx2": torch.cpu._is_avx2_supported,
-        "portable": lambda: True,
-    }
-    return tuple(name for name in ISAS if has[name]())
+    has = set(processor().split())
+    return tuple(name for name, needs in ISAS.items() if has.issuperset(needs) and (name != "amx" or amx_allowed()))
 
 
 def wanted_isas() -> tuple[str, ...]:
@@ -90,7 +89,7 @@ def build(isa: str, source: Path = SOURCE) -> Path:
     """The file of the kernels compiled for an instruction set. It is taken from the cache folder, or made there, which takes
     some seconds. Raises OSError or subprocess.CalledProcessError if there is no working compiler."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    command = (*compiler, *FLAGS, *ISAS[isa])
+    command = (*compiler, *FLAGS, *ISAS[isa].values())
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("cpu_*.h")))]
     key = hashlib.sha256(b"\0".join((*texts, " ".join(command).encode(), processor().encode()))).hexdigest()[:16]
     target = cache_folder() / f"cpu-{isa}-{key}.so"

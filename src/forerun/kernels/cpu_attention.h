@@ -12,7 +12,7 @@ enum { CHUNK = 128 };  /* positions of one softmax */
 enum { PLACED = 32 };   /* heads of a chunk that writes q, k and v where they belong */
 enum { MERGED = 8 };    /* heads of a chunk that merges the results of chunks of positions */
 enum { QUERIES = 48 };  /* about how many query rows (tokens x query heads of a key head) one task has */
-#if AVX512
+#if REGISTERS == 32
 enum { WIDE = 4 };     /* vectors that are summed at once, for each of 4 rows */
 #else
 enum { WIDE = 2 };

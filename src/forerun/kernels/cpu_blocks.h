@@ -69,7 +69,6 @@ typedef __m256i Bytes;
 #define BYTES(op) _mm256_##op
 INLINE Bytes with_sign(Bytes x, Bytes w) { return _mm256_sign_epi8(x, w); }
 #elif defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
 #define DOT_BYTES 1
 INLINE vi dot4(vi acc, vu w, const int8_t *x) {
     return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(four(x))));

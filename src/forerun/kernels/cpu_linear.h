@@ -14,7 +14,7 @@ enum { FEW_PREPARED = 16 };   /* from this many tokens on, the team splits the p
 enum { PREPARED = 4 };        /* tokens of a chunk of this preparation */
 enum { STEP = 2 * LANES };
 enum { BF16_LINES = 4 * STEP * sizeof(bf16) / 64 }; /* cache lines of one step of 4 rows */
-#if AVX512
+#if REGISTERS == 32
 enum { FEW = 6 };       /* tokens multiplied with 4 rows of w at once: the registers hold the sums of no more */
 enum { PAIRED = 10 };   /* the same with 2 rows of w */
 #else
@@ -171,7 +171,7 @@ INLINE void few(const int form, const int lines, int n, const Rows *w, int64_t k
     switch (n) {
     case 1: products(form, lines, 4, 1, w, k, x, stride, sums); break;
     case 2: products(form, lines, 4, 2, w, k, x, stride, sums); break;
-#if AVX512
+#if REGISTERS == 32
     case 3: products(form, lines, 4, 3, w, k, x, stride, sums); break;
     case 4: products(form, lines, 4, 4, w, k, x, stride, sums); break;
     case 5: products(form, lines, 4, 5, w, k, x, stride, sums); break;
@@ -185,7 +185,7 @@ INLINE void paired(const int form, const int lines, int n, const Rows *w, int64_
     switch (n) {
     case FEW + 1: products(form, lines, 2, FEW + 1, w, k, x, stride, sums); break;
     case FEW + 2: products(form, lines, 2, FEW + 2, w, k, x, stride, sums); break;
-#if AVX512
+#if REGISTERS == 32
     case FEW + 3: products(form, lines, 2, FEW + 3, w, k, x, stride, sums); break;
 #endif
     default: products(form, lines, 2, PAIRED, w, k, x, stride, sums); break;

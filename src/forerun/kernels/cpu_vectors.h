@@ -10,6 +10,8 @@
 #include <string.h>
 #if defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
@@ -22,17 +24,29 @@
 #elif defined(__AVX512BF16__)
 #define ISA "avx512bf16"
 #define DOT_BF16 1 /* pairs of bfloat16 are multiplied directly; without it bfloat16 is converted to float32 first */
+#elif defined(__AVX512VNNI__)
+#define ISA "avx512vnni"
 #else
 #define ISA "avx512"
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)
 #define AVX2 1
 #define LANES 8
+#ifdef __AVXVNNI__
+#define ISA "avxvnni"
+#else
 #define ISA "avx2"
+#endif
 #else
 #define LANES 4
+#ifdef __ARM_FEATURE_DOTPROD
+#define NEON 1
+#define ISA "neon"
+#else
 #define ISA "portable"
 #endif
+#endif
+#define REGISTERS (AVX512 || NEON ? 32 : 16) /* of vectors */
 #ifndef DOT_BF16
 #define DOT_BF16 0
 #endif
@@ -66,6 +80,8 @@ INLINE vf fma_(vf a, vf b, vf c) { /* a b + c */
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif AVX2
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif NEON
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -93,6 +109,9 @@ INLINE void sum4(float *to, vf a, vf b, vf c, vf d) {
     __m256d lo = _mm256_unpacklo_pd((__m256d)xy, (__m256d)zw), hi = _mm256_unpackhi_pd((__m256d)xy, (__m256d)zw);
     __m256 s = _mm256_add_ps((__m256)lo, (__m256)hi);
     _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+#elif NEON
+    float32x4_t ab = vpaddq_f32((float32x4_t)a, (float32x4_t)b), cd = vpaddq_f32((float32x4_t)c, (float32x4_t)d);
+    vst1q_f32(to, vpaddq_f32(ab, cd));
 #else
     to[0] = (a[0] + a[2]) + (a[1] + a[3]), to[1] = (b[0] + b[2]) + (b[1] + b[3]);
     to[2] = (c[0] + c[2]) + (c[1] + c[3]), to[3] = (d[0] + d[2]) + (d[1] + d[3]);
@@ -218,6 +237,12 @@ INLINE void transpose(vu *r, uint32_t *to) {
         _mm256_storeu_si256((__m256i *)(to + 8 * c), _mm256_permute2x128_si256(u[c], u[4 + c], 0x20));
         _mm256_storeu_si256((__m256i *)(to + 8 * (c + 4)), _mm256_permute2x128_si256(u[c], u[4 + c], 0x31));
     }
+#elif NEON
+    uint32x4x2_t ab = vtrnq_u32((uint32x4_t)r[0], (uint32x4_t)r[1]), cd = vtrnq_u32((uint32x4_t)r[2], (uint32x4_t)r[3]);
+    vst1q_u32(to, vcombine_u32(vget_low_u32(ab.val[0]), vget_low_u32(cd.val[0])));
+    vst1q_u32(to + 4, vcombine_u32(vget_low_u32(ab.val[1]), vget_low_u32(cd.val[1])));
+    vst1q_u32(to + 8, vcombine_u32(vget_high_u32(ab.val[0]), vget_high_u32(cd.val[0])));
+    vst1q_u32(to + 12, vcombine_u32(vget_high_u32(ab.val[1]), vget_high_u32(cd.val[1])));
 #else
     for (int c = 0; c < LANES; c++)
         for (int i = 0; i < LANES; i++) to[c * LANES + i] = r[i][c];
