@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGUFReader, ReaderTensor
+from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from forerun.models import manifest, rope
 from forerun.models.blocks import FORMATS
 from forerun.models.config import ModelConfig, Rope
 from forerun.models.files import Stored, errors_of, real, whole
+from forerun.models.gguf_file import Header, TensorInfo, read_header
 from forerun.models.gguf_tokenizer import INSTEAD, end_ids, token_id, tokenizer_files
 from forerun.models.loading import misfit
 from forerun.types import LoadError, require
@@ -58,11 +59,12 @@ def describe(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
     lines for people. Raises LoadError naming what is missing, broken or not supported."""
     files = parts(path)
     progress(f"reading {path.name}")
-    readers, meta = _open(files)
-    tensors = {t.name: (file, t) for file, reader in zip(files, readers, strict=True) for t in reader.tensors}
-    _, freqs = tensors.pop("rope_freqs.weight", (None, None))
+    headers, meta = _open(files)
+    tensors = {t.name: (file, t) for file, header in zip(files, headers, strict=True) for t in header.tensors}
+    found = tensors.pop("rope_freqs.weight", None)
+    freqs = None if found is None else np.fromfile(found[0], np.float32, found[1].n_bytes // 4, offset=found[1].data_offset)
     with errors_of(path):
-        config = _config(meta, {name: tensor for name, (_, tensor) in tensors.items()}, None if freqs is None else freqs.data)
+        config = _config(meta, {name: tensor for name, (_, tensor) in tensors.items()}, freqs)
         parsed = ModelConfig.parse(config)
     stored = {_name(path, name): _stored(file, tensor) for name, (file, tensor) in tensors.items()}
     why = misfit(parsed, {name: at.shape for name, at in stored.items()})
@@ -76,9 +78,9 @@ def describe(path: Path, folder: Path, progress: Callable[[str], None]) -> None:
     manifest.write(folder, files, stored, config["model_type"] == "llama")
 
 
-def _stored(file: Path, tensor: ReaderTensor) -> Stored:
+def _stored(file: Path, tensor: TensorInfo) -> Stored:
     """Raises LoadError for a format whose values cannot be computed."""
-    kind, start = tensor.tensor_type.name, int(tensor.data_offset)
+    kind, start = tensor.tensor_type.name, tensor.data_offset
     if kind not in FORMATS:
         _, size = GGML_QUANT_SIZES[tensor.tensor_type]
         try:
@@ -86,36 +88,34 @@ def _stored(file: Path, tensor: ReaderTensor) -> Stored:
         except NotImplementedError:
             why = f"tensor {tensor.name}: {kind} cannot be dequantised; give a Q8_0 or F16 file"
             raise LoadError("model", str(file), why) from None
-    return Stored(file, kind, tuple(int(d) for d in reversed(tensor.shape)), start, start + int(tensor.n_bytes))
+    return Stored(file, kind, tensor.shape[::-1], start, start + tensor.n_bytes)
 
 
-def _open(files: list[Path]) -> tuple[list[GGUFReader], dict[str, Any]]:
-    """The readers of all parts, and the metadata of the first. Raises LoadError for a file that is not whole, and for parts
+def _open(files: list[Path]) -> tuple[list[Header], dict[str, Any]]:
+    """The headers of all parts, and the metadata of the first. Raises LoadError for a file that is not whole, and for parts
     that do not belong together."""
-    readers, found = [], []
+    headers = []
     for file in files:
         try:
-            reader = GGUFReader(file)
-            found.append({key: field.contents() for key, field in reader.fields.items()})
-        except Exception as error:  # a broken file makes numpy raise errors of many types in the library
+            headers.append(read_header(file))
+        except (ValueError, OSError) as error:
             raise LoadError("model", str(file), f"not a whole GGUF file ({error}); fetch it again") from None
-        readers.append(reader)
     names: set[str] = set()
-    for i, (file, reader, meta) in enumerate(zip(files, readers, found, strict=True), 1):
+    for i, (file, header) in enumerate(zip(files, headers, strict=True), 1):
         with errors_of(file):
-            number, count = whole(meta, "split.no", i - 1, least=0) + 1, whole(meta, "split.count", 1)
+            number, count = whole(header.meta, "split.no", i - 1, least=0) + 1, whole(header.meta, "split.count", 1)
         if (number, count) != (i, len(files)):
             why = f"it is part {number} of {count} of a split model; end its name in -{number:05d}-of-{count:05d}.gguf"
             raise LoadError("model", str(file), f"{why} and put the other parts into the same folder")
-        again = [t.name for t in reader.tensors if t.name in names]
+        again = [t.name for t in header.tensors if t.name in names]
         if again:
             raise LoadError("model", str(file), f"tensor {again[0]} is in an earlier part too; fetch the parts again")
-        names.update(t.name for t in reader.tensors)
-    total = found[0].get("split.tensors.count", len(names))
+        names.update(t.name for t in header.tensors)
+    total = headers[0].meta.get("split.tensors.count", len(names))
     if total != len(names):
         why = f"the model has {total} tensors and its parts hold {len(names)}; fetch the parts again"
         raise LoadError("model", str(files[0]), why)
-    return readers, found[0]
+    return headers, headers[0].meta
 
 
 def _config(meta: dict[str, Any], tensors: dict[str, Any], freqs: np.ndarray | None) -> dict[str, Any]:
