@@ -30,7 +30,7 @@ class Ledger:
     def __init__(self, salt: int = 0, positions: int = 160) -> None:
         self.salt, self.max_positions, self.vocab = salt, positions, VOCAB
         self.config, self.dtype, self.device, self.kernels = Config(), torch.float32, torch.device("cpu"), reference
-        self.bytes, self.kv_bytes_per_token = 0, 4
+        self.bytes, self.kv_bytes_per_token, self.quantization = 0, 4, None
 
     def kv_cache(self, pages: int, block_size: int) -> Pages:
         return Pages(pages, block_size)
