@@ -208,8 +208,8 @@ class Dictated:
 
     def __init__(self, target: Target, script: Sequence[int], prompt: int) -> None:
         self._target, self._script, self._prompt = target, script, prompt
-        same = ("config", "dtype", "device", "max_positions", "kv_bytes_per_token", "kv_cache", "kernels", "vocab", "quantization")
-        for name in same:
+        same = "config dtype device max_positions kv_bytes_per_token kv_cache kernels vocab quantization"
+        for name in same.split():
             setattr(self, name, getattr(target, name))
 
     def forward(self, batch, kv, layers=(), kernels=None, x=None):  # type: ignore[no-untyped-def]
