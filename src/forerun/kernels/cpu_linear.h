@@ -351,6 +351,11 @@ INLINE void prepare_dense(const int wide, const Stage *stage, int64_t chunk, int
         prepare(form, a, stage->at + j, stride, (char *)a->prepared + j * stride * X_SIZE(form), row);
 }
 
+/* Prefetch the first weights of a thread's share, while x is prepared. */
+INLINE void fetch_first(const void *weights) {
+    for (int line = 0; line < 128; line++) fetch((const char *)weights + 64 * line);
+}
+
 INLINE void multiply_dense(const int wide, const Stage *stage, int64_t chunk, int first) {
     const Linear *a = stage->given;
     const int form = dense_form(wide), parts = a->kind == GATE_UP ? 2 : 1, way = way_of(wide, a);
@@ -363,8 +368,7 @@ INLINE void multiply_dense(const int wide, const Stage *stage, int64_t chunk, in
     char *own = (char *)(row + stride);
     const char *x = way == DIRECT ? (const char *)a->x + slab * k * size : way == SHARED ? a->prepared : own;
 
-    if (first)
-        for (int i = 0; i < 128; i++) fetch(all + low * k * size + 64 * i);
+    if (first) fetch_first(all + low * k * size);
     for (int64_t j = 0; first && way == OWN && j < n; j++)
         prepare(form, a, slab + j, stride, own + j * stride * X_SIZE(form), row);
     for (int64_t o = low; o < high; o += LANES) {
@@ -408,6 +412,7 @@ INLINE void multiply_tiles(const int wide, const Stage *stage, int64_t chunk, in
     float *second = sums + SLAB * LANES;
     bf16 *edge = (bf16 *)(second + SLAB * LANES); /* 32 rows; then x, if it is the thread's own */
     void *x = own ? edge + 2 * TILE_ROWS * k : a->prepared;
+    if (first) fetch_first(all + low * k);
     if (first && own) prepare_tile(a, stage->at, 0, edge, x);
     amx_begin();
     for (int64_t o = low; o < high; o += LANES * both) {
@@ -447,10 +452,12 @@ INLINE void multiply_blocks(const int wide, const Stage *stage, int64_t chunk, i
     float *sums = scratch(0, 2 * BLOCK_SLAB * LANES * sizeof(float) + (own ? quants_room(a->tokens, k) : 0));
     float *second = sums + BLOCK_SLAB * LANES;
     const Quants x = quants_in(own ? (char *)(second + BLOCK_SLAB * LANES) : a->prepared, n, k);
-    for (int64_t t = 0; first && own && t < n; t++)
-        quantise(wide, (const char *)a->x + t * k * (wide ? 4 : 2), a->norm, a->eps, k, &x, t);
     const Part *part = a->w->part;
     int64_t row = low * LANES, before = 0; /* row: in the part; before: rows of the parts before it */
+    while (row >= part->rows) row -= parts_of(part->rows, LANES) * LANES, before += part->rows, part++;
+    if (first) fetch_first(part->data + row * row_bytes(part->format, k));
+    for (int64_t t = 0; first && own && t < n; t++)
+        quantise(wide, (const char *)a->x + t * k * (wide ? 4 : 2), a->norm, a->eps, k, &x, t);
     for (int64_t g = low; g < high; g++, row += LANES) {
         while (row >= part->rows) row -= parts_of(part->rows, LANES) * LANES, before += part->rows, part++;
         multiply_rows(part, row, k, &x, sums);
