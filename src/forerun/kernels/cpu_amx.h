@@ -33,15 +33,16 @@ INLINE void amx_pack(const bf16 *rows, int64_t k, void *to) {
 
 /* sums [n][16] from a tile of sums, [16 rows][16 tokens] */
 INLINE void amx_turn(const float (*tile)[TILE_ROWS], int n, float *sums) {
-    vu rows[TILE_ROWS];
-    for (int i = 0; i < TILE_ROWS; i++) rows[i] = load_words(tile[i]);
-    if (n == TILE_ROWS) {
-        transpose(rows, (uint32_t *)sums);
-    } else {
-        uint32_t all[TILE_ROWS * TILE_ROWS];
-        transpose(rows, all);
-        memcpy(sums, all, n * TILE_ROWS * sizeof(float));
+    if (n <= 4) {
+        for (int t = 0; t < n; t++)
+            for (int row = 0; row < TILE_ROWS; row++) sums[t * TILE_ROWS + row] = tile[row][t];
+        return;
     }
+    vu rows[TILE_ROWS];
+    uint32_t all[TILE_ROWS * TILE_ROWS];
+    for (int row = 0; row < TILE_ROWS; row++) rows[row] = load_words(tile[row]);
+    transpose(rows, all);
+    memcpy(sums, all, n * TILE_ROWS * sizeof(float));
 }
 
 /* first, second [n][16] = 16 rows at w and 16 rows at v, of k columns, times n tokens. Products of tiles take long to finish,
