@@ -10,6 +10,7 @@
 #if AMX
 enum { TILE_ROWS = 16 };    /* of weights, and tokens; LANES is the same number */
 enum { TILE_COLUMNS = 32 }; /* of weights and of x */
+enum { AHEAD = 4 * TILE_COLUMNS }; /* how far ahead weights are prefetched: 8 KB of 32 rows */
 
 /* The tiles 0 .. 7 have 16 rows of 64 bytes. A thread calls this before tiles, and amx_end after them. */
 INLINE void amx_begin(void) {
@@ -46,10 +47,10 @@ INLINE void amx_turn(const float (*tile)[TILE_ROWS], int n, float *sums) {
 }
 
 /* first, second [n][16] = 16 rows at w and 16 rows at v, of k columns, times n tokens. Products of tiles take long to finish,
- * so two to four run at once. Meanwhile as many bytes as the rows have are prefetched, half from `next` and half from `then`
- * on. x: as amx_pack gives it, 16 tokens after the other */
+ * so two to four run at once. x: as amx_pack gives it, 16 tokens after the other; next, then: the rows that follow, which are
+ * prefetched when these end */
 static void amx_multiply(const bf16 *w, const bf16 *v, int64_t k, const void *x, int64_t n, float *first, float *second,
-                         const char *next, const char *then) {
+                         const bf16 *next, const bf16 *then) {
     const int64_t stride = k * sizeof(bf16);
     float tile[TILE_ROWS][TILE_ROWS];
     for (int64_t t = 0; t < n; t += 2 * TILE_ROWS) {
@@ -60,8 +61,9 @@ static void amx_multiply(const bf16 *w, const bf16 *v, int64_t k, const void *x,
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t i = 0; i < k; i += TILE_COLUMNS, at += 1024, more += 1024) {
-            for (int line = 0; t == 0 && line < 16; line++) fetch(next + 64 * line), fetch(then + 64 * line);
-            next += 1024, then += 1024;
+            const bf16 *left = i + AHEAD < k ? w + i + AHEAD : next + i + AHEAD - k;
+            const bf16 *right = i + AHEAD < k ? v + i + AHEAD : then + i + AHEAD - k;
+            for (int row = 0; t == 0 && row < TILE_ROWS; row++) fetch(left + row * k), fetch(right + row * k);
             _tile_loadd(4, w + i, stride);
             _tile_loadd(5, v + i, stride);
             _tile_loadd(6, at, 64);

@@ -406,7 +406,6 @@ INLINE void multiply_tiles(const int wide, const Stage *stage, int64_t chunk, in
     const int own = way_of(0, a) == OWN, n = tokens_in_slab(a, stage->at), both = a->kind == GATE_UP ? 1 : 2;
     const int64_t k = a->k, outs = a->outs, width = LANES * chunk_groups(0, a), low = chunk * width;
     const int64_t high = low + width < outs ? low + width : outs, apart = a->kind == GATE_UP ? outs : LANES;
-    const int64_t lead = LANES * both * (1 + LEAD / (LANES * k * (int64_t)sizeof(bf16))); /* rows */
     const bf16 *all = (const bf16 *)a->w->part[0].data, *rows[2];
     float *sums = scratch(0, 2 * SLAB * LANES * sizeof(float) + 3 * TILE_ROWS * k * sizeof(bf16));
     float *second = sums + SLAB * LANES;
@@ -423,8 +422,8 @@ INLINE void multiply_tiles(const int wide, const Stage *stage, int64_t chunk, in
             rows[i] = all + (o + i * apart) * k;
             if (m[i] < LANES) rows[i] = memcpy(edge + i * LANES * k, m[i] ? rows[i] : all, m[i] * k * sizeof(bf16));
         }
-        amx_multiply(rows[0], rows[1], k, x, n, sums, second, (const char *)(all + (o + lead) * k),
-                     (const char *)(all + (o + lead + apart) * k));
+        const bf16 *next = all + (o + LANES * both) * k;
+        amx_multiply(rows[0], rows[1], k, x, n, sums, second, next, next + apart * k);
         finish_rows(0, a, stage->at, n, o, m[0], sums, second);
         if (both == 2 && m[1]) finish_rows(0, a, stage->at, n, o + LANES, m[1], second, NULL);
     }
