@@ -38,7 +38,8 @@ class AttentionShape(NamedTuple):
     """heads: query heads; kv_heads: key and value heads; head_dim: the size of each. window: how many positions a token
     attends to, its own included (0: all). eps: of the optional q and k norms. interleaved: the two numbers of a head of q or k
     that are rotated together are neighbours (2i, 2i + 1), as llama.cpp stores a llama; otherwise they are i and
-    i + head_dim / 2, as in transformers' rotate_half. CUDA kernels take only the latter."""
+    i + head_dim / 2, as in transformers' rotate_half. CUDA kernels take only the latter. block: the tokens of a row attend to
+    each other in both directions: each sees all positions up to the row's last token in the batch."""
 
     heads: int
     kv_heads: int
@@ -46,6 +47,7 @@ class AttentionShape(NamedTuple):
     window: int = 0
     eps: float = 1e-6
     interleaved: bool = False
+    block: bool = False
 
 
 class Layers(NamedTuple):
@@ -76,6 +78,13 @@ class Kernels(Protocol):
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None) -> Tensor:
         """rms_norm(x) @ weight.T + bias: the q, k and v of a layer, stacked in that order.  [T,H] -> [T,O]"""
 
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+        """x @ weight.T + bias.  [T,I] -> [T,O]"""
+
+    def join(self, parts: Sequence[Tensor], norms: Sequence[Tensor | None], eps: float) -> Tensor:
+        """The parts one after the other, each behind its RMS norm, or as it is where the norm is None.
+        1 to 5 of [T,I], [I] -> [T, sum of I]"""
+
     def attend(
         self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
         key_pages: Tensor, value_pages: Tensor, batch: Batch,
@@ -93,6 +102,20 @@ class Kernels(Protocol):
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
         """rms_norm(x) @ weight.T in float32: the logits.  [N,H] -> [N,V] float32"""
+
+    def logits(self, x: Tensor, weight: Matrix) -> Tensor:
+        """x @ weight.T in float32.  [N,H] -> [N,V] float32"""
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest id of each row, the first of equal ones, and its probability (softmax at temperature 1). A row with
+        logits that are not finite gives id 0 with probability 0.  [N,V] float32 -> [N] int64, [N] float32"""
+
+    def store(
+        self, kv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, k_norm: Tensor | None, key_pages: Tensor,
+        value_pages: Tensor, batch: Batch,
+    ) -> None:
+        """Norm every head of k (if k_norm is given), rotate it by its position, and write k and v into the pages of the batch's
+        tokens. kv: [T, 2 * kv_heads * head_dim], k before v; its rows may be strided."""
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         """[T,H] -> [T,H]"""

@@ -184,6 +184,12 @@ class CpuKernels:
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tensor | None) -> Tensor:
         return self._linear(PLAIN, x, norm, eps, weight, bias, weight.rows, None)
 
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+        return self._linear(PLAIN, x, None, 0.0, weight, bias, weight.rows, None)
+
+    def join(self, parts: Sequence[Tensor], norms: Sequence[Tensor | None], eps: float) -> Tensor:
+        return reference.join(parts, norms, eps)
+
     def linear_add(self, x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor) -> Tensor:
         return self._linear(ADD, x, None, 0.0, weight, bias, weight.rows, residual)
 
@@ -192,6 +198,18 @@ class CpuKernels:
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
         return self._linear(LOGITS, x, norm, eps, weight, None, weight.rows, None)
+
+    def logits(self, x: Tensor, weight: Matrix) -> Tensor:
+        return self._linear(LOGITS, x, None, 0.0, weight, None, weight.rows, None)
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.best(logits)
+
+    def store(
+        self, kv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, k_norm: Tensor | None, key_pages: Tensor,
+        value_pages: Tensor, batch: Batch,
+    ) -> None:
+        reference.store(kv, shape, cos, sin, k_norm, key_pages, value_pages, batch)
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -215,7 +233,9 @@ class CpuKernels:
         self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
         key_pages: Tensor, value_pages: Tensor, batch: Batch,
     ) -> Tensor:
-        heads, kv_heads, dim, window, eps, interleaved = shape
+        if shape.block:
+            return reference.attend(qkv, shape, cos, sin, q_norm, k_norm, key_pages, value_pages, batch)
+        heads, kv_heads, dim, window, eps, interleaved, _ = shape
         tokens = qkv.shape[0]
         y = torch.empty(tokens, heads * dim, dtype=self.dtype)
         table = batch.block_table
@@ -261,7 +281,7 @@ class Stack:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, first: int = 0, last: int | None = None) -> Tensor:
         """x after the layers first .. last - 1, a new tensor. last None: all layers from first on.  [T,H] -> [T,H]"""
         x = x.clone(memory_format=torch.contiguous_format)
-        heads, kv_heads, dim, _, head_eps, interleaved = self.shape
+        heads, kv_heads, dim, _, head_eps, interleaved, _ = self.shape
         table = batch.block_table
         if x.dtype != self.dtype or table.dtype != torch.int32 or not table.is_contiguous():
             raise TypeError(f"x is {x.dtype}, block table {table.dtype}")

@@ -10,6 +10,7 @@ counter of finished programs.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -18,7 +19,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one
+from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one, reference
 from forerun.kernels import cuda_products as products
 from forerun.kernels.cuda_attention import attend_decode
 from forerun.kernels.cuda_cuts import FEW_TOKENS, choose, fitting
@@ -83,12 +84,24 @@ class CudaKernels:
         self._normed_product(self._cut(weight, x.shape[0]), x, norm, eps, weight, bias, out)
         return out
 
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+        if x.shape[0] > self.few:
+            return F.linear(x, weight.values, bias)
+        out = x.new_empty(x.shape[0], weight.rows)
+        launch(self._cut(weight, x.shape[0]), self.pdl, x, None, 0.0, weight.values, bias, None, out)
+        return out
+
+    def join(self, parts: Sequence[Tensor], norms: Sequence[Tensor | None], eps: float) -> Tensor:
+        return reference.join(parts, norms, eps)
+
     def attend(
         self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
         key_pages: Tensor, value_pages: Tensor, batch: Batch,
     ) -> Tensor:
         if shape.interleaved:
             raise TypeError("interleaved heads are not rotated on CUDA; put their rows into halves (loading.pair_halves)")
+        if shape.block:
+            raise TypeError("attention in both directions is not there on CUDA yet")
         given = (qkv, shape, cos, sin, q_norm, k_norm, key_pages, value_pages, batch)
         if self.width is None:
             return attend_ragged(*given)
@@ -120,6 +133,18 @@ class CudaKernels:
         out = x.new_empty(x.shape[0], weight.rows, dtype=torch.float32)
         self._normed_product(self._cut(weight, x.shape[0]), x, norm, eps, weight, None, out)
         return out
+
+    def logits(self, x: Tensor, weight: Matrix) -> Tensor:
+        return self.linear(x, weight, None).float()
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.best(logits)
+
+    def store(
+        self, kv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, k_norm: Tensor | None, key_pages: Tensor,
+        value_pages: Tensor, batch: Batch,
+    ) -> None:
+        reference.store(kv, shape, cos, sin, k_norm, key_pages, value_pages, batch)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The index of each row's largest logit, the first of equal ones; BROKEN where that logit is not finite.

@@ -333,7 +333,7 @@ def attend_decode(
 ) -> Tensor:
     """Kernels.attend for rows of `width` tokens each (ragged: 1 to `width`) at positions below `context`. arrived: int32
     zeros, at least one for each row, key head and block of up to 16 queries; left zero."""
-    heads, kv, dim, window, eps, _ = shape
+    heads, kv, dim, window, eps, *_ = shape
     rows = batch.block_table.shape[0]
     cut = cut_for(dim, rows * kv)
     bm = 16

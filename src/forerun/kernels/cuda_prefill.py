@@ -122,7 +122,7 @@ def attend_ragged(
     value_pages: Tensor, batch: Batch,
 ) -> Tensor:
     """Kernels.attend for rows of any lengths, 0 included, with padding behind the last row."""
-    heads, kv, dim, window, eps, _ = shape
+    heads, kv, dim, window, eps, *_ = shape
     total, rows = qkv.shape[0], batch.block_table.shape[0]
     padded, rows_padded, block = max(16, power_of_two(dim)), power_of_two(rows), key_pages.shape[2]
     q = qkv.new_empty(total, heads, dim)

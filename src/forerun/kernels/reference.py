@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,15 @@ def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Matrix, bias: Tenso
     return F.linear(rms_norm(x, norm, eps), weight.dense(), bias)
 
 
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.dense(), bias)
+
+
+def join(parts: Sequence[Tensor], norms: Sequence[Tensor | None], eps: float) -> Tensor:
+    normed = [part if norm is None else rms_norm(part, norm, eps) for part, norm in zip(parts, norms, strict=True)]
+    return torch.cat(normed, -1)
+
+
 def linear_add(x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor) -> Tensor:
     return residual + F.linear(x, weight.dense(), bias)
 
@@ -47,6 +57,31 @@ def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
 
 def norm_logits(x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
     return F.linear(rms_norm(x, norm, eps), weight.dense()).float()
+
+
+def logits(x: Tensor, weight: Matrix) -> Tensor:
+    return F.linear(x, weight.dense()).float()
+
+
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    top, ids = logits.max(-1)
+    chance = torch.exp(top - logits.logsumexp(-1))
+    whole = torch.isfinite(logits).all(-1)
+    return torch.where(whole, ids, 0), torch.where(whole, chance, 0.0)
+
+
+def store(
+    kv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, k_norm: Tensor | None, key_pages: Tensor, value_pages: Tensor,
+    batch: Batch,
+) -> None:
+    count, block = int(batch.row_start[-1]), key_pages.shape[2]  # without padding
+    k, v = kv[:count].unflatten(-1, (2, shape.kv_heads, shape.head_dim)).unbind(1)
+    k = k if k_norm is None else rms_norm(k, k_norm, shape.eps)
+    positions = batch.positions[:count]
+    row = torch.searchsorted(batch.row_start[1:].contiguous(), torch.arange(count, device=kv.device), right=True)
+    page = batch.block_table[row, positions // block].long()
+    key_pages[page, :, positions % block] = rotate(k, cos[positions], sin[positions], shape.interleaved)
+    value_pages[page, :, positions % block] = v
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -68,7 +103,7 @@ def attend(
     value_pages: Tensor,
     batch: Batch,
 ) -> Tensor:
-    heads, kv_heads, dim, window, eps, interleaved = shape
+    heads, kv_heads, dim, window, eps, interleaved, both = shape
     total, block = qkv.shape[0], key_pages.shape[2]
     q, k, v = qkv.view(total, -1, dim).split((heads, kv_heads, kv_heads), 1)
     if q_norm is not None and k_norm is not None:
@@ -90,11 +125,11 @@ def attend(
         keys = key_pages[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :seen]  # [kv_heads,seen,D]
         values = value_pages[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :seen]
         at = torch.arange(seen, device=qkv.device)
-        mask = at[None] <= positions[:, None]  # [t,seen]
+        mask = at[None] <= (positions[-1:] if both else positions)[:, None]  # [t,seen], or [1,seen] for all
         if window:
             mask &= at[None] > positions[:, None] - window
         out[begin:end] = F.scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1)[None], keys[None], values[None], mask, enable_gqa=True
+            q[begin:end].transpose(0, 1)[None], keys[None], values[None], mask.expand(end - begin, -1), enable_gqa=True
         )[0].transpose(0, 1)
     return out.view(total, heads * dim)
 
