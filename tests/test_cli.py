@@ -156,9 +156,9 @@ def test_a_prediction_from_a_file_is_used(model: str, tmp_path: Path) -> None:
     "arguments, words",
     [
         (("generate", "x", "--top-p", "2"), ("top_p=2.0",)),
-        (("generate", "x", "-s", "eagle"), ("speculative_config", "not there yet", "ngram", "draft_model")),
+        (("generate", "x", "-s", "eagle"), ("model=None", "method eagle needs", "owner/name")),
         (("generate", "x", "-s", "medusa"), ("speculative_config", "ngram", "draft_model")),
-        (("bench", "-a", "mtp:k=2"), ("arms", "not there yet", "ngram")),
+        (("bench", "-a", "eagle:k=2"), ("method eagle needs", "owner/name")),
         (("bench", "-a", "ngram:k=²"), ("arms", "ngram:k=2,4,8")),
         (("generate", "half a pair: \ud800"), ("prompt", "surrogate")),
         (("generate", "x", "--stop", ""), ("stop=''",)),

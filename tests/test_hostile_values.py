@@ -171,7 +171,7 @@ PARAMS = {
 SPECULATION = {
     "method": Values(
         "ngram",
-        [None, 5, True, "", "NGRAM", "eagle", "eagle3", "mtp", "dflash", "medusa", b"ngram", ["ngram"], object(), SURROGATE,
+        [None, 5, True, "", "NGRAM", "medusa", b"ngram", ["ngram"], object(), SURROGATE,
          np.array(["ngram", "suffix"])],
         [(np.str_("ngram"), "ngram")],
     ),
@@ -233,8 +233,8 @@ ENGINE = {
     "gpu_memory_utilization": numbers(0.9, 0.0, 1.0, 0, none=0.9),
     "speculation": Values(
         "ngram",
-        [5, True, [], [1], "", "eagle", "eagle3", "mtp", "dflash", "medusa", "{", "5", "[]", '"ngram"', "null", "true", "{}",
-         {}, {"method": "eagle"}, b"ngram", object(), {1: 2}, "[" * 100_000, '{"method": "ngram",}', SURROGATE],
+        [5, True, [], [1], "", "medusa", "{", "5", "[]", '"ngram"', "null", "true", "{}",
+         {}, {"method": "medusa"}, b"ngram", object(), {1: 2}, "[" * 100_000, '{"method": "ngram",}', SURROGATE],
         [("none", None), (None, None), ("ngram", Speculation("ngram", 4)), ({"method": "ngram"}, Speculation("ngram", 4)),
          (' {"method": "ngram", "num_speculative_tokens": 2.0}', Speculation("ngram", 2)),
          ("suffix", Speculation("suffix", 24))],

@@ -31,8 +31,8 @@ from forerun.checks import (
     whole,
 )
 
-METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "prediction")
-PLANNED = ("eagle", "eagle3", "mtp", "dflash")  # methods of other engines that do not exist here yet
+HEADS = ("eagle", "eagle3", "mtp", "dflash")  # learned drafters that read the target's hidden states
+METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model", "prediction", *HEADS)
 NGRAM_DEFAULT = 5  # as in vLLM, if neither look-up length is set
 MOST_DRAFTED = 64  # num_speculative_tokens at most
 MOST_SEQUENCES = 1024  # max_num_seqs at most
@@ -49,8 +49,7 @@ EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 def known_method(name: str, value: Any, also: str = "") -> str:
     """The value if it is a method. also: an addition to the message. Raises SettingError."""
     word = value if isinstance(value, str) else ""
-    absent = f"{', '.join(PLANNED[:-1])} and {PLANNED[-1]} are not there yet; " if word in PLANNED else ""
-    require(word in METHODS, name, value, f"{absent}give {alternatives(METHODS)}{also}")
+    require(word in METHODS, name, value, f"give {alternatives(METHODS)}{also}")
     return METHODS[METHODS.index(word)]
 
 
@@ -94,6 +93,7 @@ class Speculation:
     ngram: the suffix looked up has prompt_lookup_min .. prompt_lookup_max tokens; if one is unset, it takes the other's value.
     suffix: the four suffix_decoding_* settings; suffix_decoding_max_cached_requests 0 turns the shared tree off.
     draft_model: model; max_model_len, to shorten its context; draft_sample_method, greedy or probabilistic.
+    eagle, eagle3, mtp, dflash: model, the head's checkpoint (mtp: None means the target's own); draft_sample_method.
     rejection_sample_method: standard, or block (block verification); it makes a difference for drafts with probabilities only.
     num_speculative_tokens_per_batch_size: [[low, high, k], ...]; k applies while low .. high sequences run (0: no drafts).
     checks.py says how values are converted. A setting that the method does not read is an error. Raises SettingError.
@@ -125,8 +125,8 @@ class Speculation:
             require(low <= high, "prompt_lookup_min", low, f"give at most prompt_lookup_max, for instance {high}")
             object.__setattr__(self, "prompt_lookup_min", low)
             object.__setattr__(self, "prompt_lookup_max", high)
-        needs = self.method == "draft_model" and self.model is None
-        require(not needs, "model", None, "method draft_model needs the drafter's path or id, for instance owner/name")
+        needs = self.method in ("draft_model", *HEADS) and self.method != "mtp" and self.model is None
+        require(not needs, "model", None, f"method {self.method} needs the drafter's path or id, for instance owner/name")
         schedule = self.num_speculative_tokens_per_batch_size or ()
         over = [one for one in schedule if one[2] > k]
         remedy = f"k is at most num_speculative_tokens ({k}); give for instance [[1, 8, {k}], [9, 64, 0]]"
@@ -141,6 +141,7 @@ class Speculation:
             "suffix": {f.name for f in dataclasses.fields(Speculation) if f.name.startswith("suffix_")},
             "draft_model": {"model", "max_model_len", "draft_sample_method"},
             "prediction": set(),
+            **{head: {"model", "draft_sample_method"} for head in HEADS},
         }
         return frozenset(
             {"method", "num_speculative_tokens", "rejection_sample_method", "num_speculative_tokens_per_batch_size"}

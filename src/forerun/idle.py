@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from forerun.config import Speculation
+from forerun.config import HEADS, Speculation
 from forerun.engine.policy import Policy
 from forerun.engine.stats import DraftStats
 
@@ -16,6 +16,7 @@ NOTHING_FOUND = {
     "ngram_gpu": "no text occurred twice, or drafts of it did not pay",
     "suffix": "no text occurred twice, or drafts of it did not pay",
     "draft_model": "its drafts did not pay, or its context is full",
+    **dict.fromkeys(HEADS, "its drafts did not pay"),
     "prediction": "the answers differ from the predictions at the start, or drafts of them did not pay",
 }
 

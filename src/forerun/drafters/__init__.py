@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from forerun.engine.state import RowState
-from forerun.kernels import Batch
+from forerun.kernels import Batch, Kernels
 from forerun.types import Draft, Request
 from forerun.verify.sampling import Features
 
@@ -45,7 +45,8 @@ class Observed(NamedTuple):
     """What a launch computed, after its tokens were committed. slot: [R] int64; batch: the forward pass, T tokens of R rows
     (its ids may be unset; the tokens are in the state); pending: [R] int64, committed tokens of each row before the step, None:
     one, as in decode launches; committed: [B] int64, tokens that the step committed to the first B rows; hidden: for each of
-    needs.layers, [T,H] in the target's dtype.
+    needs.layers, [T,H] in the target's dtype; kernels: the target's, bounded to the batch's shape; width: tokens of each row,
+    None: they differ.
 
     Each committed position is observed once, in order, except those of cached pages. After a prefix hit a drafter with
     `needs.layers` observes the last page of the hit again, so its entry for the position before that page was made with the
@@ -56,6 +57,8 @@ class Observed(NamedTuple):
     pending: Tensor | None
     committed: Tensor
     hidden: tuple[Tensor, ...]
+    kernels: Kernels
+    width: int | None = None
 
     @property
     def prompts(self) -> bool:

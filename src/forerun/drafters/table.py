@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forerun.config import BUDGET, EngineConfig, Speculation
+from forerun.config import BUDGET, HEADS, EngineConfig, Speculation
 from forerun.drafters import Drafter
+from forerun.drafters.chain import ChainDrafter
+from forerun.drafters.dflash import DFlash
 from forerun.drafters.draft_model import DraftModel
 from forerun.drafters.ngram import DeviceNgram, Ngram
 from forerun.drafters.prediction import Prediction
 from forerun.drafters.suffix import Suffix
 from forerun.engine.state import RowState
+from forerun.heads.block import Block
+from forerun.heads.chain import Chain
 from forerun.models.decoder import KVCache, Target
 from forerun.types import SettingError, require
 from forerun.verify.sampling import SamplingState
@@ -20,7 +24,7 @@ from forerun.verify.sampling import SamplingState
 class DrafterContext(NamedTuple):
     """What a drafter is built on. state: the device's tables; mirror: tables on the host, which hold the tokens that were read
     (the same tables if the device is the CPU); padded: whether the layout is padded; vocab: ids below it may be drafted, since
-    the tokenizer and the target have them; model: the weights for draft_model."""
+    the tokenizer and the target have them; model: the weights for draft_model; head: those of a learned drafter."""
 
     state: RowState
     mirror: RowState
@@ -30,6 +34,7 @@ class DrafterContext(NamedTuple):
     padded: bool
     vocab: int
     model: Target | None
+    head: Chain | Block | None = None
 
 
 def _ngram(s: Speculation, c: DrafterContext) -> Drafter:
@@ -55,10 +60,24 @@ def _draft_model(s: Speculation, c: DrafterContext) -> Drafter:
     return DraftModel(c.model, kv, c.state, c.sampling, vocab, drawn, c.padded, limit, budget)
 
 
+def _head(s: Speculation, c: DrafterContext) -> Drafter:
+    if c.head is None:
+        raise SettingError("model", s.model, "the head's weights were not loaded")
+    config, drawn = c.head.config, s.draft_sample_method == "probabilistic"
+    k, most = s.num_speculative_tokens, config.block_size - 1
+    remedy = f"the head drafts blocks of {config.block_size} tokens, the last committed one included; give at most {most}"
+    require(s.method != "dflash" or k <= most, "num_speculative_tokens", k, remedy)
+    kv = KVCache(config.decoder, c.kv.pages, c.kv.block_size, c.head.weights.dtype, c.state.length.device)
+    if isinstance(c.head, Block):
+        return DFlash(c.head, kv, c.state, c.sampling, drawn, c.padded)
+    return ChainDrafter(c.head, kv, c.state, c.sampling, drawn, c.padded)
+
+
 TABLE: dict[str, Callable[[Speculation, DrafterContext], Drafter]] = {
     "ngram": _ngram,
     "ngram_gpu": lambda s, c: DeviceNgram(c.state, s, c.vocab),
     "suffix": lambda s, c: Suffix(c.mirror, s, c.vocab),
     "prediction": lambda s, c: Prediction(c.state, s, c.vocab, c.padded),
     "draft_model": _draft_model,
+    **dict.fromkeys(HEADS, _head),
 }

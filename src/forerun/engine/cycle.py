@@ -130,7 +130,8 @@ class Cycle:
         """One cycle. given: [n,R] int64, as the key's layout wants it (see above). Padding rows have the dummy slot."""
         start = time.perf_counter()
         layout: Layout = getattr(self, f"lay_{key.layout}")(key, given)
-        seen = self.target.forward(layout.batch, self.kv, self._layers, self._kernels(key), layout.x)
+        kernels = self._kernels(key)
+        seen = self.target.forward(layout.batch, self.kv, self._layers, kernels, layout.x)
         computed = time.perf_counter()
         tokens, verdict = self._verify(key, layout, seen.logits)
         block = (layout.slot, layout.draft, tokens, verdict)
@@ -139,7 +140,9 @@ class Cycle:
         verified = time.perf_counter()
         confidence = None
         if self.drafter is not None:
-            self.drafter.observe(Observed(layout.rows, layout.batch, layout.pending, counts[:, 0], seen.hidden))
+            width = key.width + 1 if key.layout == UNIFORM else None
+            committed, run = counts[:, 0], kernels or self.target.kernels
+            self.drafter.observe(Observed(layout.rows, layout.batch, layout.pending, committed, seen.hidden, run, width))
             confidence = self._draft(key, layout, counts)
         self.times = Times(time.perf_counter() - verified, computed - start, verified - computed)
         return Report(tokens, counts, logprobs, confidence)

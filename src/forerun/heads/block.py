@@ -6,7 +6,7 @@ directions. The output at a mask token predicts the token at its own position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,11 +60,21 @@ class Block:
         first, count = d.heads * d.head_dim, 2 * d.kv_heads * d.head_dim
         self._kv = [layer.qkv.narrow(first, count) for layer in weights.layers]
 
+    @property
+    def bytes(self) -> int:
+        """The memory of its own weights. Memory that tensors share counts once."""
+        storages = (t.untyped_storage() for t in self.weights.own(self.config))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.config.decoder.kv_values_per_token * self.weights.dtype.itemsize
+
     def with_kernels(self, kernels: Kernels) -> Block:
         """The same head, computed with other kernels."""
         return Block(self.config, self.weights, kernels, self._cos, self._sin)
 
-    def context(self, states: tuple[Tensor, ...], batch: Batch, keys: list[Tensor], values: list[Tensor]) -> None:
+    def context(self, states: tuple[Tensor, ...], batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Store the keys and values of the batch's positions. states: one [T,target_hidden] for each of config.states; keys,
         values: the pages of each layer."""
         w, run, d = self.weights, self.kernels, self.config.decoder
@@ -74,7 +84,7 @@ class Block:
             bias = None if layer.qkv_bias is None else layer.qkv_bias[-kv.rows :]
             run.store(run.linear(feature, kv, bias), shape, self._cos, self._sin, layer.k_norm, k, v, batch)
 
-    def run(self, x: Tensor, batch: Batch, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    def run(self, x: Tensor, batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         """The output for blocks. x: [T,H], the embeddings of the batch's tokens, a block in each row. The pages get entries
         behind the context, which the next `context` overwrites.  -> [T,H]"""
         eps = self.config.decoder.eps

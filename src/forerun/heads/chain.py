@@ -76,6 +76,16 @@ class Chain:
         d = config.decoder
         self._shape = AttentionShape(d.heads, d.kv_heads, d.head_dim, d.windows[0], d.eps)
 
+    @property
+    def bytes(self) -> int:
+        """The memory of its own weights. Memory that tensors share counts once."""
+        storages = (t.untyped_storage() for t in self.weights.own(self.config))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.config.decoder.kv_values_per_token * self.weights.dtype.itemsize
+
     def with_kernels(self, kernels: Kernels) -> Chain:
         """The same head, computed with other kernels."""
         return Chain(self.config, self.weights, kernels, self._cos, self._sin)

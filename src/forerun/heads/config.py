@@ -11,8 +11,9 @@ METHODS = ("eagle", "eagle3", "mtp", "dflash")
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """method: one of METHODS. decoder: the shape of its layers; vocab_size is that of its draft vocabulary, max_positions and
-    rope those it was trained with. target_hidden, target_vocab, target_layers: of the target.
+    """method: one of METHODS. decoder: the shape of its layers, one for each module (DFlash: all its layers); vocab_size is
+    that of its draft vocabulary, max_positions and rope those it was trained with. target_hidden, target_vocab,
+    target_layers: of the target.
 
     states: the target's hidden states that it reads, as Target.forward numbers them (state i is the input of layer i).
     normed: the state is read behind the target's final norm (EAGLE-1, MTP; states is then the last one alone).

@@ -53,11 +53,12 @@ def weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def missing_files(folder: Path) -> list[str]:
+def missing_files(folder: Path, head: bool = False) -> list[str]:
     """The required files that a model's folder lacks: config.json, tokenizer.json, and the safetensors files that its index
-    names, unless it has a MANIFEST. Raises LoadError for a broken index."""
-    needed = ["config.json", "tokenizer.json"]
-    if (folder / MANIFEST).is_file():
+    names, unless it has a MANIFEST. head: a drafter's head has no tokenizer, and its weights may be pickled. Raises LoadError
+    for a broken index."""
+    needed = ["config.json"] if head else ["config.json", "tokenizer.json"]
+    if (folder / MANIFEST).is_file() or (head and any(folder.glob("*.bin"))):
         pass
     elif (folder / INDEX).is_file():
         needed += sorted(set(weight_map(folder / INDEX).values()))

