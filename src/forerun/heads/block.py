@@ -15,7 +15,7 @@ from torch import Tensor
 from forerun.heads.config import HeadConfig
 from forerun.kernels import AttentionShape, Batch, Kernels, one_by_one
 from forerun.kernels import Layers as DecoderLayers
-from forerun.models.weights import Layer, Matrix
+from forerun.models.weights import Layer, Matrix, stored_bytes
 
 
 class BlockWeights(NamedTuple):
@@ -62,12 +62,12 @@ class Block:
 
     @property
     def bytes(self) -> int:
-        """The memory of its own weights. Memory that tensors share counts once."""
-        storages = (t.untyped_storage() for t in self.weights.own(self.config))
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        """The memory of the weights that are not the target's."""
+        return stored_bytes(self.weights.own(self.config))
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """The memory of one position's keys and values, in all layers."""
         return self.config.decoder.kv_values_per_token * self.weights.dtype.itemsize
 
     def with_kernels(self, kernels: Kernels) -> Block:

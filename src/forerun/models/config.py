@@ -18,7 +18,8 @@ class Family(NamedTuple):
     """How an architecture differs from Llama. kv_heads, head_dim: whether config.json may leave them out (they then follow from
     the number of heads). qkv_bias, out_bias: whether there are biases; None: attention_bias in config.json says so. window:
     the layers with a sliding window: "none", "all" (if sliding_window is set) or "layers" (use_sliding_window and
-    layer_types say which)."""
+    layer_types say which). modules: what the names of tensors for multi-token prediction begin with; a target leaves them
+    alone, heads/layouts.py reads them."""
 
     kv_heads: bool = False
     head_dim: bool = True
@@ -26,6 +27,7 @@ class Family(NamedTuple):
     out_bias: bool | None = False
     qk_norm: bool = False
     window: str = "none"
+    modules: tuple[str, ...] = ()
 
 
 FAMILIES = {
@@ -33,6 +35,7 @@ FAMILIES = {
     "MistralForCausalLM": Family(window="all"),
     "Qwen2ForCausalLM": Family(qkv_bias=True, window="layers"),
     "Qwen3ForCausalLM": Family(head_dim=False, qkv_bias=None, out_bias=None, qk_norm=True, window="layers"),
+    "MiMoForCausalLM": Family(qkv_bias=True, window="layers", modules=("model.mtp_layers.",)),
 }
 MISTRAL_WINDOW = 4096  # transformers' default for a Mistral whose config.json has no sliding_window
 DTYPES = ("float32", "bfloat16", "float16")

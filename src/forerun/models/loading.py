@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.models import manifest
 from forerun.models.blocks import FORMATS, Blocks, Part, dequantized, quantized, row_bytes
-from forerun.models.config import ModelConfig
+from forerun.models.config import FAMILIES, ModelConfig
 from forerun.models.files import INDEX, MANIFEST, SINGLE, Stored, missing_files, weight_map
 from forerun.models.weights import Dense, Layer, Matrix, Weights
 from forerun.types import LoadError, SettingError
@@ -30,8 +30,12 @@ from forerun.types import LoadError, SettingError
 LOG = logging.getLogger("forerun")
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROTATIONS = ".rotary_emb.inv_freq"  # tensors of old checkpoints, which follow from config.json
 STAGE = 32 * 2**20  # bytes read at a time where tensors are converted or copied to a device
-STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+STORED = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
+    "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool,
+}  # fmt: skip
 QUANTIZED = {"int8": "Q8_0", "int4": "Q4_0"}  # the formats into which a checkpoint can be quantised
 
 
@@ -44,9 +48,9 @@ class Place(NamedTuple):
     columns: int | None = None
 
 
-def places(config: ModelConfig, layer: int) -> dict[str, Place]:
-    """The matrices and vectors that a layer has, by the fields of Layer."""
-    at, hidden, inner = f"model.layers.{layer}.", config.hidden_size, config.intermediate_size
+def places(config: ModelConfig, layer: int, at: str = "") -> dict[str, Place]:
+    """The matrices and vectors that a layer has, by the fields of Layer. at: what their names begin with."""
+    at, hidden, inner = at or f"model.layers.{layer}.", config.hidden_size, config.intermediate_size
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     found = {
         "attention_norm": Place((f"{at}input_layernorm.weight",), (hidden,)),
@@ -126,28 +130,30 @@ def load(
         raise LoadError("tie_word_embeddings", True, f"{why} (in {folder})")
     if matrices in QUANTIZED:
         _check_quantizable(checkpoint, matrices)
-        return assemble(config, dtype, partial(_quantize, checkpoint, dtype, QUANTIZED[matrices]))
+        return assemble(config, dtype, partial(read_quantized, checkpoint, dtype, QUANTIZED[matrices]))
     if matrices == "stored" and isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.mapped(dtype)
     weights = empty(config, dtype, device)
     wanted = dict(parts(config, weights))
     for name, out in wanted.items():
         checkpoint.read(name, out)
-    _check_finite(folder, wanted)
+    check_finite(folder, wanted)
     return weights
 
 
 def misfit(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Why tensors of these names and shapes are not a checkpoint of this model; None if they are. A copy of a tied head and the
-    rotation tables of old checkpoints are allowed."""
+    """Why tensors of these names and shapes are not a checkpoint of this model; None if they are. A copy of a tied head, the
+    rotation tables of old checkpoints and modules for multi-token prediction are allowed."""
     wanted = {name: tuple(t.shape) for name, t in parts(config, empty(config, torch.float32, "meta"))}
     missing = [name for name in wanted if name not in shapes]
     if missing:
-        return f"{_few(missing)} missing"
+        return f"{few(missing)} missing"
     allowed = {HEAD} if config.tied else set()
-    surplus = [n for n in shapes if n not in wanted and n not in allowed and not n.endswith(".rotary_emb.inv_freq")]
+    modules = FAMILIES[config.architecture].modules
+    surplus = [n for n in shapes if n not in wanted and n not in allowed and not n.startswith(modules)]
+    surplus = [n for n in surplus if not n.endswith(ROTATIONS)]
     if surplus:
-        return f"{_few(surplus)} not part of {config.architecture} with {config.layers} layers"
+        return f"{few(surplus)} not part of {config.architecture} with {config.layers} layers"
     wrong = next((name for name in wanted if shapes[name] != wanted[name]), None)
     return wrong and f"tensor {wrong} has shape {list(shapes[wrong])}, expected {list(wanted[wrong])}"
 
@@ -174,12 +180,14 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """Some names as the start of a sentence: "tensors a, b are"."""
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"tensor {shown} is" if len(names) == 1 else f"tensors {shown} are"
 
 
-def _check_finite(folder: Path, wanted: Mapping[str, Tensor]) -> None:
+def check_finite(folder: Path, wanted: Mapping[str, Tensor]) -> None:
+    """Raise LoadError, naming the tensor, if one of these has a value that is not finite."""
     # any NaN or infinity makes the sum non-finite, and a sum is cheap; it may also overflow, so values are checked then
     sums = torch.stack([t.sum().float() for t in wanted.values()])
     if bool(torch.isfinite(sums).all()):
@@ -202,27 +210,28 @@ def _check_quantizable(checkpoint: Source, setting: str) -> None:
             raise SettingError("quantization", setting, why)
 
 
-def _quantize(checkpoint: Source, dtype: torch.dtype, format: str, place: Place) -> Blocks | Tensor:
-    """Piece by piece, so that little more memory is needed than for the result."""
+def read_quantized(checkpoint: Source, dtype: torch.dtype, format: str, place: Place) -> Blocks | Tensor:
+    """A matrix in blocks of a format of QUANTIZED, or a vector in dtype. Piece by piece, so that little more memory is needed
+    than for the result. Raises LoadError for values that are not finite."""
     if place.columns is None:
-        return _dense(checkpoint, dtype, place)
+        return read_dense(checkpoint, dtype, place)
     data, begin = torch.empty(sum(place.rows), row_bytes(format, place.columns), dtype=torch.uint8), 0
     for name in place.names:
         for piece in checkpoint.pieces(name):
             rows = piece.float().view(-1, place.columns)
-            _check_finite(checkpoint.folder, {name: rows})
+            check_finite(checkpoint.folder, {name: rows})
             data[begin : begin + len(rows)] = quantized(rows, format)
             begin += len(rows)
     return Blocks([Part(format, data)], dtype)
 
 
-def _dense(checkpoint: Source, dtype: torch.dtype, place: Place) -> Tensor:
-    """A vector, or the dense values of a matrix."""
+def read_dense(checkpoint: Source, dtype: torch.dtype, place: Place, device: torch.device | str = "cpu") -> Tensor:
+    """A vector, or the dense values of a matrix. Raises LoadError for values that are not finite."""
     columns = () if place.columns is None else (place.columns,)
-    out = torch.empty(sum(place.rows), *columns, dtype=dtype)
+    out = torch.empty(sum(place.rows), *columns, dtype=dtype, device=device)
     for name, part in zip(place.names, out.split(place.rows), strict=True):
         checkpoint.read(name, part)
-        _check_finite(checkpoint.folder, {name: part})
+        check_finite(checkpoint.folder, {name: part})
     return out
 
 
@@ -269,7 +278,7 @@ class GgufCheckpoint:
         why = misfit(config, {name: at.shape for name, at in self.stored.items()})
         broken = [name for name in self.stored if not self._fits(name)] if why is None else []
         if broken:
-            why = f"{_few(broken)} not as large as the shape and the format"
+            why = f"{few(broken)} not as large as the shape and the format"
         if why is not None:
             raise unusable(self.folder, f"{why}; give the .gguf file again")
 
@@ -318,13 +327,13 @@ class GgufCheckpoint:
         def make(place: Place) -> Matrix | Tensor:
             found = [self.stored[name].dtype for name in place.names]
             if place.columns is None:
-                return _dense(self, dtype, place)
+                return read_dense(self, dtype, place)
             if others := [kind for kind in found if kind not in FORMATS]:
                 expanded.update(others)
-                return Dense(_dense(self, dtype, place))
+                return Dense(read_dense(self, dtype, place))
             parts = [Part(kind, self.rows(name)) for kind, name in zip(found, place.names, strict=True)]
             for name, part in zip(place.names, parts, strict=True):
-                _check_finite(self.folder, {name: Part(part.format, part.data[:1]).dense()})
+                check_finite(self.folder, {name: Part(part.format, part.data[:1]).dense()})
             return Blocks(parts, dtype)
 
         weights = assemble(self._config, dtype, make, interleaved)
@@ -350,7 +359,7 @@ class Checkpoint:
                 self.stored.update(_header(folder / shard))
             lost = [name for name in shard_of if name not in self.stored]
             if lost:
-                raise unusable(folder, f"{_few(lost)} not in the files that {INDEX} names; fetch the checkpoint again")
+                raise unusable(folder, f"{few(lost)} not in the files that {INDEX} names; fetch the checkpoint again")
         elif single.is_file():
             self.stored.update(_header(single))
         elif INDEX in missing_files(folder):

@@ -6,7 +6,7 @@ provide.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import ClassVar, NamedTuple, Self
 
@@ -142,5 +142,10 @@ class Weights(NamedTuple):
     @property
     def bytes(self) -> int:
         """The memory that the weights take. Memory that tensors share counts once."""
-        storages = (t.untyped_storage() for t in self.tensors())
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return stored_bytes(self.tensors())
+
+
+def stored_bytes(tensors: Iterable[Tensor]) -> int:
+    """The memory that tensors take. Memory that they share counts once."""
+    storages = (t.untyped_storage() for t in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
