@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.heads import layouts, loading
+from forerun.heads import layouts, loading, saving
+from forerun.heads.block import Block
 from forerun.heads.chain import Chain
-from forerun.kernels import Batch, Kernels, reference
+from forerun.heads.config import HeadConfig
+from forerun.kernels import Batch, Kernels, cpu, reference
+from forerun.models.config import ModelConfig, Rope
 from forerun.models.decoder import KVCache, Target
+from forerun.types import SettingError
 from tests.tiny import VOCAB, tiny_model
 
 H, HEADS, KV, D, INNER, LAYERS, DRAFT = 64, 4, 2, 32, 96, 6, 100
@@ -192,7 +196,7 @@ def on_pages(head: Chain, states: list[list[Tensor]], tokens: list[Tensor], step
         for r in range(len(tokens)):
             logits[r].append(head.logits(0, handed[r : r + 1]))
             last[r] = handed[r : r + 1]
-    return [torch.cat(found) for found in logits], torch.stack(out, 1)
+    return [torch.cat(found) for found in logits], torch.stack(out, 1) if out else None
 
 
 def prompts(states: int, lengths: tuple[int, ...] = (21, 9), seed: int = 3) -> tuple[list[list[Tensor]], list[Tensor]]:
@@ -212,7 +216,7 @@ def worst(head: Chain, published: Published, states: int, steps: int = 3, kernel
         logits, want = drafted(published, given[r], tokens[r], steps)
         expected = torch.cat(logits)
         found = max(found, float((got[r] - expected).abs().max() / expected.std()))
-        if head.weights.dtype == torch.float32 and not torch.equal(drafts[r], want[:steps]):
+        if steps and not torch.equal(drafts[r], want[:steps]):
             return math.inf
     return found
 
@@ -313,10 +317,467 @@ def loaded(folder: Path, method: str, target: Target) -> Chain:
 TIGHT = 2e-4  # of the spread of the logits, in float32
 
 
-def test_eagle3_of_safeailab(tmp_path: Path, target: Target) -> None:
+# ---- EAGLE-3
+
+
+def speculators_folder(folder: Path, t: Tensors, head: Eagle3, **settings: Any) -> Path:
+    own = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": head.draft,
+        "norm_before_residual": head.before_residual, "norm_before_fc": head.norms == "all", "fc_norm": head.norms == "each",
+        "norm_output": head.output, "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": None,
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
+        },
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    layer = {k: v for k, v in LLAMA.items() if k != "torch_dtype"}
+    layer["model_type"] = "qwen3" if head.qk_norm else "llama"
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in t.items()}
+    return write(folder, own | {"transformer_layer_config": layer} | settings, named)
+
+
+EAGLE3: dict[str, tuple[Eagle3, Callable[..., Path], dict[str, Any]]] = {
+    "SafeAILab": (Eagle3(), eagle3_folder, {"architectures": ["LlamaForCausalLM"]}),
+    "SafeAILab, no embedding": (Eagle3(own_embedding=False), eagle3_folder, {}),
+    "whole vocabulary": (Eagle3(draft=VOCAB), eagle3_folder, {}),
+    "SpecForge, 3.1": (Eagle3(norms="each", output=True), eagle3_folder, {"fc_norm": True, "norm_output": True}),
+    "four states": (Eagle3(states=4), eagle3_folder, {"eagle_aux_hidden_state_layer_ids": [0, 6, 1, 4]}),
+    "norm before the residual": (Eagle3(before_residual=True), eagle3_folder, {"norm_before_residual": True}),
+    "nested": (
+        Eagle3(norms="all", states=2), eagle3_folder,
+        {"eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [0, 5], "use_aux_hidden_state": True}},
+    ),
+    "speculators": (Eagle3(before_residual=True, qk_norm=True), speculators_folder, {}),
+    "speculators, all norms": (
+        Eagle3(norms="all", output=True, states=2), speculators_folder, {"eagle_aux_hidden_state_layer_ids": [1, 5]},
+    ),
+}  # fmt: skip
+
+
+def with_kernels_of(name: str, dtype: torch.dtype) -> Kernels:
+    return reference if name == "reference" else cpu.kernels(dtype)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("name", EAGLE3)
+def test_eagle3(tmp_path: Path, target: Target, name: str, kernels: str) -> None:
+    variant, publish, settings = EAGLE3[name]
+    t = variant.tensors()
+    head = loaded(publish(tmp_path, t, variant, **settings), "eagle3", target)
+    assert worst(head, variant.published(t, target), variant.states, kernels=with_kernels_of(kernels, torch.float32)) < TIGHT
+    assert head.bytes == sum(x.nbytes for name, x in t.items() if name != "t2d")
+    assert head.kv_bytes_per_token == 2 * KV * D * 4
+
+
+def test_eagle3_reads_the_states_that_its_folder_names(tmp_path: Path, target: Target) -> None:
+    expected = {"SafeAILab": (2, 3, 3), "four states": (0, 6, 1, 4), "nested": (1, 6), "speculators": (2, 3, 3)}
+    for name, states in expected.items():
+        variant, publish, settings = EAGLE3[name]
+        folder = publish(tmp_path / name, variant.tensors(), variant, **settings)
+        assert layouts.read_config(folder, "eagle3", target.config).states == states
+
+
+def test_eagle3_wrapped_by_vllm(tmp_path: Path, target: Target) -> None:
+    """Its settings are under "model", and names may begin with "model."."""
     variant = Eagle3()
     t = variant.tensors()
-    head = loaded(eagle3_folder(tmp_path, t), "eagle3", target)
-    assert head.config.states == STATES
+    outside = ("lm_head.weight", "d2t", "t2d")
+    renamed = {name if name in outside else f"model.{name.replace('midlayer', 'layers.0')}": x for name, x in t.items()}
+    inner = LLAMA | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 77}
+    config = {"architectures": ["Eagle3LlamaForCausalLM"], "model_type": "eagle", "model": inner, "draft_vocab_size": DRAFT}
+    head = loaded(write(tmp_path, config, renamed), "eagle3", target)
     assert worst(head, variant.published(t, target), 3) < TIGHT
-    assert head.bytes == sum(x.nbytes for name, x in t.items() if name != "t2d")
+
+
+def test_pickled(tmp_path: Path, target: Target) -> None:
+    variant = Eagle3()
+    t = variant.tensors()
+    eagle3_folder(tmp_path, t)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({name: x.bfloat16() if x.is_floating_point() else x for name, x in t.items()}, tmp_path / "pytorch_model.bin")
+    head = loaded(tmp_path, "eagle3", target)
+    rounded = {name: x.bfloat16().float() if x.is_floating_point() else x for name, x in t.items()}
+    assert worst(head, variant.published(rounded, target), 3) < TIGHT
+
+
+# ---- EAGLE-1
+
+
+@dataclass
+class Eagle1:
+    bias: bool = True
+    own_embedding: bool = True
+    own_head: bool = False
+
+    def tensors(self) -> Tensors:
+        draw = Drawn(2)
+        found = {"fc.weight": draw.matrix(H, 2 * H)} | under("layers.0.", draw.layer())
+        if self.bias:
+            found["fc.bias"] = draw.bias(H)
+        if self.own_embedding:
+            found["embed_tokens.weight"] = draw.matrix(VOCAB, H, 8)
+        if self.own_head:
+            found["lm_head.weight"] = draw.matrix(VOCAB, H, 3)
+        return found
+
+    def published(self, t: Tensors, target: Target) -> Published:
+        layer = {name.removeprefix("layers.0."): tensor for name, tensor in t.items()}
+
+        def step(embedded: Tensor, features: Tensor) -> Tensor:
+            x = torch.cat([embedded, features], -1) @ t["fc.weight"].T + t.get("fc.bias", 0)
+            return causal_layer(layer, x, x)
+
+        head = t.get("lm_head.weight", target.weights.head.dense().float())
+        embedding = t.get("embed_tokens.weight", target.weights.embedding.dense().float())
+        norm = target.weights.norm.float()
+        return Published(lambda states: rms(states[0], norm), step, lambda x: x, lambda x: x @ head.T, embedding)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("own", [True, False])
+def test_eagle(tmp_path: Path, target: Target, own: bool, kernels: str) -> None:
+    variant = Eagle1(bias=own, own_embedding=own)
+    t = variant.tensors()
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"]} | ({} if own else {"bias": False})
+    head = loaded(write(tmp_path, config, t), "eagle", target)
+    assert head.config.states == (LAYERS,)
+    assert worst(head, variant.published(t, target), 1, kernels=with_kernels_of(kernels, torch.float32)) < TIGHT
+    assert head.bytes == sum(x.nbytes for x in t.values())
+
+
+def test_eagle_converted_by_vllm(tmp_path: Path, target: Target) -> None:
+    variant = Eagle1(bias=False, own_head=True)
+    t = variant.tensors()
+    renamed = {f"model.{name}" if name.startswith(("layers", "embed")) else name: x for name, x in t.items()}
+    inner = LLAMA | {"architectures": ["LlamaForCausalLM"]}
+    config = {"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle", "model": inner, "truncated_vocab_size": VOCAB}
+    head = loaded(write(tmp_path, config, renamed), "eagle", target)
+    assert worst(head, variant.published(t, target), 1) < TIGHT
+
+
+# ---- MTP
+
+
+@dataclass
+class Mtp:
+    """Names of a family's module; order and the zero at position 0 as the family has them."""
+
+    family: str
+    embedding_first: bool
+    zero_first: bool
+    bias: bool = False
+    qk_norm: bool = False
+
+    def tensors(self, copies: Tensors | None = None) -> Tensors:
+        draw = Drawn(4)
+        layer = draw.layer(bias=self.bias, qk_norm=self.qk_norm) | {"input_layernorm.weight": draw.norm(H)}
+        norms = [draw.norm(H) for _ in range(3)]
+        joined = draw.matrix(H, 2 * H)
+        if self.family == "mimo":
+            own = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
+            at = "model.mtp_layers.0."
+        elif self.family == "deepseek":
+            own = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+            at = f"model.layers.{LAYERS}."
+        else:
+            own = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+            at = "mtp."
+        found = {f"{at}{name}.weight": x for name, x in zip(own, [*norms, joined], strict=True)}
+        found |= under("mtp.layers.0." if self.family == "qwen" else at, layer)
+        return found | (under(at, copies) if copies else {})
+
+    def published(self, t: Tensors, target: Target, embedding: Tensor | None = None, head: Tensor | None = None) -> Published:
+        at = {"mimo": "model.mtp_layers.0.", "deepseek": f"model.layers.{LAYERS}.", "qwen": "mtp.layers.0."}[self.family]
+        w = {name.removeprefix(at): x for name, x in t.items()}
+        e, h, f, p = {
+            "mimo": ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj"),
+            "deepseek": ("enorm", "hnorm", "shared_head.norm", "eh_proj"),
+            "qwen": ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc"),
+        }[self.family]
+        plus = 1 if self.family == "qwen" else 0  # Qwen3-Next stores norms minus 1
+        w = {name: x + plus if "norm" in name else x for name, x in w.items()}
+
+        def step(embedded: Tensor, features: Tensor) -> Tensor:
+            parts = [rms(embedded, w[f"{e}.weight"]), rms(features, w[f"{h}.weight"])]
+            x = torch.cat(parts if self.embedding_first else parts[::-1], -1) @ w[f"{p}.weight"].T
+            return causal_layer(w, rms(x, w["input_layernorm.weight"]), x)
+
+        norm = target.weights.norm.float()
+        out = target.weights.head.dense().float() if head is None else head
+        return Published(
+            lambda states: rms(states[0], norm), step, lambda x: rms(x, w[f"{f}.weight"]), lambda x: x @ out.T,
+            target.weights.embedding.dense().float() if embedding is None else embedding, self.zero_first,
+        )  # fmt: skip
+
+
+MTP = {
+    "MiMo": Mtp("mimo", embedding_first=False, zero_first=True, bias=True),
+    "DeepSeek-V3": Mtp("deepseek", embedding_first=True, zero_first=True),
+    "Qwen3-Next": Mtp("qwen", embedding_first=True, zero_first=False, qk_norm=True),
+}
+
+
+def mtp_folder(folder: Path, t: Tensors, **settings: Any) -> Path:
+    config = LLAMA | {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    return write(folder, config | settings, t)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("name", MTP)
+def test_mtp(tmp_path: Path, target: Target, name: str, kernels: str) -> None:
+    variant = MTP[name]
+    t = variant.tensors()
+    beside = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2), "lm_head.weight": torch.ones(3, 2)}  # the target's own
+    head = loaded(mtp_folder(tmp_path, t | beside), "mtp", target)
+    assert worst(head, variant.published(t, target), 1, kernels=with_kernels_of(kernels, torch.float32)) < TIGHT
+    assert head.bytes == sum(x.nbytes for x in t.values())
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_mtp_with_copies_of_embedding_and_head(tmp_path: Path, target: Target, same: bool) -> None:
+    """DeepSeek's modules have copies. The target's are used where they are the same."""
+    embedding, head = target.weights.embedding.dense(), target.weights.head.dense()
+    if not same:
+        embedding, head = embedding + 1, head * 2
+    variant = MTP["DeepSeek-V3"]
+    t = variant.tensors({"embed_tokens.weight": embedding.clone(), "shared_head.head.weight": head.clone()})
+    chain = loaded(mtp_folder(tmp_path, t), "mtp", target)
+    assert (chain.weights.embedding is target.weights.embedding) is same
+    assert (chain.config.own_embedding, chain.config.own_head) == (not same, not same)
+    assert worst(chain, variant.published(t, target, embedding.float(), head.float()), 1) < TIGHT
+
+
+def test_mtp_of_several_modules(tmp_path: Path, target: Target) -> None:
+    """Each module has its own weights, under its own names."""
+    for name in ("MiMo", "DeepSeek-V3"):
+        first = MTP[name].tensors()
+        number = (".0.", ".1.") if name == "MiMo" else (f".{LAYERS}.", f".{LAYERS + 1}.")
+        second = {k.replace(*number, 1): x * 1.5 for k, x in first.items()}
+        head = loaded(mtp_folder(tmp_path / name, first | second, num_nextn_predict_layers=2), "mtp", target)
+        assert head.config.modules == head.config.decoder.layers == len(head.weights.modules) == 2
+        a, b = (m.layer.down.dense() for m in head.weights.modules)
+        assert torch.equal(a * 1.5, b)
+
+
+# ---- DFlash
+
+
+@dataclass
+class DFlash:
+    states: tuple[int, ...] = (2, 5)
+    layers: int = 2
+    block: int = 5
+    mask: int = 7
+    draft: int = VOCAB
+    bias: bool = False
+
+    def tensors(self) -> Tensors:
+        draw = Drawn(6)
+        found = {"fc.weight": draw.matrix(H, len(self.states) * H)}
+        found |= {"hidden_norm.weight": draw.norm(H), "norm.weight": draw.norm(H)}
+        for i in range(self.layers):
+            found |= under(f"layers.{i}.", draw.layer(qk_norm=True, bias=self.bias) | {"input_layernorm.weight": draw.norm(H)})
+            if self.bias:
+                found[f"layers.{i}.self_attn.o_proj.bias"] = draw.bias(H)
+        if self.draft != VOCAB:
+            ids = torch.randperm(VOCAB, generator=draw.generator)[: self.draft].sort().values
+            found |= {"d2t": ids - torch.arange(self.draft), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
+            found["t2d"][ids] = True
+            found["lm_head.weight"] = draw.matrix(self.draft, H, 3)
+        return found
+
+    def logits(self, t: Tensors, target: Target, states: list[Tensor], anchor: int) -> Tensor:
+        """Of a block behind these states, from the description: the keys and values of a layer are those of the context
+        features and of the block, and each token of the block sees all of them."""
+        context = rms(torch.cat(states, -1) @ t["fc.weight"].T, t["hidden_norm.weight"])
+        ids = torch.tensor([anchor, *[self.mask] * (self.block - 1)])
+        x = target.weights.embedding.dense().float()[ids]
+        past = torch.arange(len(context)).float()
+        at = len(context) + torch.arange(self.block).float()
+        for i in range(self.layers):
+            w = {name.removeprefix(f"layers.{i}."): tensor for name, tensor in t.items()}
+            n = rms(x, w["input_layernorm.weight"])
+            q = projected(w, "q", n, at, HEADS)
+            k = torch.cat([projected(w, "k", context, past, KV), projected(w, "k", n, at, KV)])
+            v = torch.cat([projected(w, "v", context, None, KV), projected(w, "v", n, None, KV)])
+            x = fed(w, x + attended(w, q, k, v, torch.ones(len(q), len(k)).bool()))
+        head = t.get("lm_head.weight", target.weights.head.dense().float())
+        return rms(x, t["norm.weight"]) @ head.T
+
+
+QWEN3 = LLAMA | {"model_type": "qwen3"}
+
+
+def dflash_folder(folder: Path, t: Tensors, head: DFlash, **settings: Any) -> Path:
+    """As z-lab publishes it: target_layer_ids are outputs of layers."""
+    own: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"], "num_hidden_layers": head.layers, "block_size": head.block,
+        "dflash_config": {"mask_token_id": head.mask, "target_layer_ids": [i - 1 for i in head.states]},
+        "num_target_layers": LAYERS, "layer_types": ["full_attention"] * head.layers, "attention_bias": head.bias,
+    }  # fmt: skip
+    return write(folder, QWEN3 | own | settings, t)
+
+
+def dflash_of_speculators(folder: Path, t: Tensors, head: DFlash) -> Path:
+    """aux_hidden_state_layer_ids are inputs of layers."""
+    own = {
+        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "draft_vocab_size": head.draft,
+        "block_size": head.block, "aux_hidden_state_layer_ids": list(head.states), "mask_token_id": head.mask,
+        "sliding_window_non_causal": False, "sample_from_anchor": False, "target_hidden_size": None,
+        "transformer_layer_config": QWEN3 | {"num_hidden_layers": head.layers, "attention_bias": head.bias},
+    }  # fmt: skip
+    return write(folder, own, t)
+
+
+def blocks(head: Block, states: list[list[Tensor]], anchors: list[int]) -> list[Tensor]:
+    """The logits of a block for each row, on pages: the contexts come in two parts."""
+    dtype, size = head.weights.dtype, head.config.block_size
+    kv = KVCache(head.config.decoder, 64, PAGE, dtype)
+    tables = (1 + torch.randperm(60, generator=torch.Generator().manual_seed(5))[: len(states) * 4]).view(-1, 4).int()
+    counts = [len(of[0]) for of in states]
+
+    def batch(rows: list[tuple[int, int]]) -> Batch:
+        positions = torch.cat([torch.arange(first, end) for first, end in rows])
+        start = torch.tensor([0, *(end - first for first, end in rows)]).cumsum(0).int()
+        return Batch(torch.zeros_like(positions), positions, start, tables, None)
+
+    for cut in range(2):
+        rows = [(0, 4) if cut == 0 else (4, n) for n in counts]
+        given = tuple(
+            torch.cat([of[i][a:b] for of, (a, b) in zip(states, rows, strict=True)]).to(dtype) for i in range(len(states[0]))
+        )
+        head.context(given, batch(rows), kv.keys, kv.values)
+    ids = torch.full((len(states), size), head.config.mask_id)
+    ids[:, 0] = torch.tensor(anchors)
+    x = head.weights.embedding.embed(ids.flatten())
+    out = head.run(x, batch([(n, n + size) for n in counts]), kv.keys, kv.values)
+    return list(head.logits(out).split(size))
+
+
+def block_gap(head: Block, variant: DFlash, t: Tensors, target: Target) -> float:
+    states, tokens = prompts(len(variant.states))
+    anchors = [int(of[-1]) for of in tokens]
+    found = 0.0
+    for got, given, anchor in zip(blocks(head, states, anchors), states, anchors, strict=True):
+        want = variant.logits(t, target, given, anchor)
+        found = max(found, float((got - want).abs().max() / want.std()))
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("variant", [DFlash(), DFlash((1, 3, 6), 3, 8, 200, DRAFT, bias=True)])
+@pytest.mark.parametrize("publish", [dflash_folder, dflash_of_speculators])
+def test_dflash(tmp_path: Path, target: Target, publish: Callable[..., Path], variant: DFlash, kernels: str) -> None:
+    t = variant.tensors()
+    if publish is dflash_folder:
+        folder = dflash_folder(tmp_path, t, variant, draft_vocab_size=variant.draft)
+    else:
+        folder = publish(tmp_path, t, variant)
+    config = layouts.read_config(folder, "dflash", target.config)
+    assert (config.states, config.block_size, config.mask_id) == (variant.states, variant.block, variant.mask)
+    head = loading.load(folder, config, target)
+    assert isinstance(head, Block)
+    assert block_gap(head.with_kernels(with_kernels_of(kernels, torch.float32)), variant, t, target) < TIGHT
+    assert (head.weights.ids is None) == (variant.draft == VOCAB)
+
+
+def test_dflash_spreads_its_layers_if_not_told(tmp_path: Path, target: Target) -> None:
+    """Published heads: layers 1, 9, 17, 25, 33 of 36, and 1, 6, 11, 16, 21 of 24."""
+    assert layouts.spread(36, 5) == [1, 9, 17, 25, 33]
+    assert layouts.spread(24, 5) == [1, 6, 11, 16, 21]
+    assert layouts.spread(36, 1) == [18]
+    variant = DFlash((2, 4))
+    folder = dflash_folder(tmp_path, variant.tensors(), variant, dflash_config={"mask_token_id": 7})
+    assert layouts.read_config(folder, "dflash", target.config).states == (2, 4)
+
+
+# ---- in bfloat16, and in blocks
+
+
+LOOSE = 0.15  # of the spread of the logits
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_in_bfloat16(tmp_path: Path, target_folder: Path, kernels: str) -> None:
+    target = Target.load(target_folder, torch.bfloat16, kernels=reference)
+    run = with_kernels_of(kernels, torch.bfloat16)
+    variant, flash = Eagle3(norms="each"), DFlash()
+    t = variant.tensors()
+    rounded = {name: x.bfloat16().float() if x.is_floating_point() else x for name, x in t.items()}
+    head = loaded(eagle3_folder(tmp_path / "e", t, variant, fc_norm=True), "eagle3", target)
+    assert head.weights.dtype == torch.bfloat16
+    assert worst(head, variant.published(rounded, target), 3, steps=0, kernels=run) < LOOSE
+    t = flash.tensors()
+    folder = dflash_folder(tmp_path / "d", t, flash)
+    block = loading.load(folder, layouts.read_config(folder, "dflash", target.config), target)
+    assert isinstance(block, Block)
+    assert block_gap(block.with_kernels(run), flash, t, target) < LOOSE
+
+
+# ---- written and read again
+
+
+def shape(method: str, **changes: Any) -> HeadConfig:
+    layers = {"dflash": 3, "mtp": changes.get("modules", 1)}.get(method, 1)
+    vocab = changes.pop("draft", DRAFT if method == "eagle3" else VOCAB)
+    mtp, flash, eagle3 = (method == m for m in ("mtp", "dflash", "eagle3"))
+    decoder = ModelConfig(vocab, H, INNER, layers, HEADS, KV, D, 256, EPS, Rope(THETA), qk_norm=flash, dtype="float32")
+    decoder = replace(decoder, **changes.pop("decoder", {}))
+    states = (1, 3, 6) if eagle3 or flash else (LAYERS,)
+    own: dict[str, Any] = {
+        "normed": not (eagle3 or flash), "own_head": vocab != VOCAB, "norm_output": mtp, "zero_first": mtp,
+        "embedding_first": not mtp, "block_size": 8 * flash, "mask_id": 5 * flash, "states": states,
+    }  # fmt: skip
+    return HeadConfig(method, decoder, H, VOCAB, LAYERS, **own | changes)
+
+
+YARN = Rope(1e6, "yarn", 4.0, 64, beta_fast=30.0, beta_slow=2.0, truncate=False, attention_factor=1.25)
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("eagle", {}),
+    ("eagle", {"fc_bias": True, "own_embedding": True, "own_head": True}),
+    ("eagle3", {}),
+    ("eagle3", {"own_embedding": True, "state_norms": "each", "norm_output": True, "norm_before_residual": True}),
+    ("eagle3", {"state_norms": "all", "draft": VOCAB, "states": (0, 4), "decoder": {"rope": YARN, "qk_norm": True}}),
+    ("eagle3", {"decoder": {"windows": (40,), "rope": Rope(1e5, "llama3", 8.0, 64, 1.0, 4.0)}}),
+    ("eagle3", {"decoder": {"qkv_bias": True, "out_bias": True, "rope": Rope(1e5, "linear", 2.0)}}),
+    ("mtp", {}),
+    ("mtp", {"modules": 3, "decoder": {"qkv_bias": True, "qk_norm": True}}),
+    ("dflash", {}),
+    ("dflash", {"draft": DRAFT, "own_embedding": True, "state_norms": "each", "decoder": {"qkv_bias": True, "out_bias": True}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 30_000])
+@pytest.mark.parametrize(("method", "changes"), SHAPES)
+def test_what_is_saved_is_read_again(
+    tmp_path: Path, target: Target, method: str, changes: dict[str, Any], shard_bytes: int | None
+) -> None:
+    config = shape(method, **changes)
+    for seed in range(2):  # a second save into the same folder replaces the first
+        head = loading.random(config, target, seed)
+        saving.save(tmp_path / "head", config, head.weights, "tiny/target", shard_bytes)
+    names = sorted(file.name for file in (tmp_path / "head").iterdir())
+    assert (len(names) > 3) == (shard_bytes is not None)
+    assert [file.name for file in tmp_path.iterdir()] == ["head"]
+    assert layouts.read_config(tmp_path / "head", method, target.config) == config
+    again = loading.load(tmp_path / "head", config, target)
+    first, second = (dict(saving.tensors(config, of.weights)) for of in (head, again))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert type(again) is type(head)
+    assert again.bytes == head.bytes
+
+
+def test_a_head_that_its_layout_cannot_say_is_not_saved(tmp_path: Path, target: Target) -> None:
+    for method, changes, name in (
+        ("mtp", {"embedding_first": True}, "embedding_first"),
+        ("eagle3", {"decoder": {"qkv_bias": True}}, "decoder.out_bias"),
+        ("dflash", {"decoder": {"windows": (8, 8, 8)}}, "decoder.windows"),
+    ):
+        config = shape(method, **changes)
+        with pytest.raises(SettingError) as error:
+            saving.save(tmp_path / "head", config, loading.random(config, target).weights, "tiny")
+        assert error.value.name == name
+        assert list(tmp_path.iterdir()) == []
