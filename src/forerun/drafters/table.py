@@ -16,6 +16,7 @@ from forerun.drafters.suffix import Suffix
 from forerun.engine.state import RowState
 from forerun.heads.block import Block
 from forerun.heads.chain import Chain
+from forerun.kernels import reference
 from forerun.models.decoder import KVCache, Target
 from forerun.types import SettingError, require
 from forerun.verify.sampling import SamplingState
@@ -70,7 +71,12 @@ def _head(s: Speculation, c: DrafterContext) -> Drafter:
     kv = KVCache(config.decoder, c.kv.pages, c.kv.block_size, c.head.weights.dtype, c.state.length.device)
     if isinstance(c.head, Block):
         return DFlash(c.head, kv, c.state, c.sampling, drawn, c.padded)
-    return ChainDrafter(c.head, kv, c.state, c.sampling, drawn, c.padded)
+    kind = ChainDrafter
+    if len(c.head.weights.modules) == 1 and c.head.kernels is not reference and c.state.length.device.type == "cuda":
+        from forerun.drafters.fused_chain import FusedChain  # needs triton, which comes with torch for CUDA
+
+        kind = FusedChain
+    return kind(c.head, kv, c.state, c.sampling, drawn, c.padded)
 
 
 TABLE: dict[str, Callable[[Speculation, DrafterContext], Drafter]] = {

@@ -8,7 +8,7 @@ from typing import cast
 from torch import Tensor
 
 from forerun.engine.cycle import GREEDY, Cycle, Key, Layout
-from forerun.kernels import Batch, cuda_sampling, cuda_step
+from forerun.kernels import Batch, cuda_heads, cuda_sampling, cuda_step
 from forerun.kernels.cuda import CudaKernels
 from forerun.types import Draft, Verdict
 from forerun.verify.sampling import Features
@@ -91,3 +91,9 @@ class FusedCycle(Cycle):
 
     def _draft(self, key: Key, layout: Layout, counts: Tensor) -> Tensor | None:
         return super()._draft(key, layout, counts) if self._look_up is None else None  # the commit kernel has drafted
+
+    def _keep(self, slot: Tensor, draft: Draft) -> None:
+        if draft.probs is not None:
+            super()._keep(slot, draft)
+        else:
+            cuda_heads.keep(slot, draft.size, draft.tokens, self.state.draft, self.state.draft_size, self._triton.pdl)
