@@ -17,9 +17,11 @@ from forerun.engine.engine import Engine
 from forerun.engine.state import RowState
 from forerun.heads.block import Block
 from forerun.heads.chain import Chain
+from forerun.llm import LLM
 from forerun.models.decoder import KVCache, Target
-from forerun.types import Request, SamplingParams
+from forerun.types import LoadError, Request, SamplingParams, SettingError
 from forerun.verify.sampling import SamplingState
+from tests import test_heads
 from tests.test_device import DEVICES, NoText, prompts
 from tests.test_observe import SHAPE
 from tests.tiny import tiny_model
@@ -98,3 +100,21 @@ def test_drafts_are_those_from_scratch(tmp_path: Path, kind: str, padded: bool, 
     seen: set[str] = set()
     wrong = lived(engine(target, head, padded), target, head, seen)
     assert wrong == 0 and seen >= {"preempted", "cached", f"draft of {K}"}, seen
+
+
+def test_an_llm_drafts_with_a_head_from_a_folder(tmp_path: Path) -> None:
+    """Greedy answers are those without drafts, and the head's drafts are verified."""
+    sizes: dict[str, Any] = {"hidden": test_heads.H, "layers": test_heads.LAYERS}
+    model = LLM.load(tiny_model(tmp_path / "tiny", **sizes), "float32")
+    head = test_heads.eagle3_folder(tmp_path / "head", test_heads.Eagle3().tensors())
+    prompts, params = [[5, 6, 7, 8, 9], list(range(20, 60))], SamplingParams(temperature=0, max_tokens=24)
+    small: dict[str, Any] = {"kv_cache_tokens": 512, "max_model_len": 128, "adaptive_drafts": False}
+    plain = LLM(model, **small).generate(prompts, params)
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    llm = LLM(model, speculative_config=config, **small)
+    assert [o.token_ids for o in llm.generate(prompts, params)] == [o.token_ids for o in plain]
+    assert llm.stats.drafts.drafted > 30
+    with pytest.raises(LoadError, match="mtp"):
+        LLM(model, speculative_config="mtp", **small)
+    with pytest.raises(SettingError, match="gguf file holds no MTP"):
+        LLM(None, speculative_config="mtp", **small)

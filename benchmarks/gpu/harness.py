@@ -11,6 +11,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.cycle import decode_key
 from forerun.engine.engine import Engine, EngineStats
 from forerun.engine.layouts import step_widths
+from forerun.heads.config import HeadConfig
 from forerun.models.config import ModelConfig, Rope
 from forerun.models.decoder import Target
 from forerun.types import Request, SamplingParams
@@ -71,11 +73,25 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+def head_shape(target: Target, method: str) -> HeadConfig:
+    """A head of the usual shape for this target: a layer as wide as the target's, a draft vocabulary of a third."""
+    c = target.config
+    own, layers = method == "eagle3", 3 if method == "dflash" else 1
+    vocab = target.vocab // 3 if own else target.vocab
+    decoder = replace(c, vocab_size=vocab, layers=layers, windows=(), qk_norm=method == "dflash")
+    states = (min(2, c.layers), c.layers // 2, max(c.layers - 3, 0)) if method in ("eagle3", "dflash") else (c.layers,)
+    return HeadConfig(
+        method, decoder, c.hidden_size, target.vocab, c.layers, states, normed=method in ("eagle", "mtp"),
+        state_norms="each" if own else "none", own_head=own, norm_output=method == "mtp", block_size=8 if layers == 3 else 0,
+    )  # fmt: skip
+
+
 def engine(
-    target: Target, speculation: Speculation | None = None, rows: int = 32, kv_tokens: int | None = -1, make: Any = None
+    target: Target, speculation: Speculation | None = None, rows: int = 32, kv_tokens: int | None = -1, make: Any = None,
+    head: Any = None,
 ) -> Engine:
     """kv_tokens: None: all free memory; -1: enough for all rows at the longest context. make: a factory to use instead of the
-    drafter table. draft_model drafts with the target itself."""
+    drafter table. head: of a learned drafter. draft_model drafts with the target itself."""
     kv_tokens = rows * CONTEXT if kv_tokens == -1 else kv_tokens
     config = EngineConfig(max_model_len=CONTEXT, max_num_seqs=rows, kv_cache_tokens=kv_tokens, speculation=speculation)
 
@@ -83,7 +99,7 @@ def engine(
         if speculation is None:
             return None
         return TABLE[speculation.method](
-            speculation, DrafterContext(state, mirror, sampling, kv, config, padded, target.vocab, target)
+            speculation, DrafterContext(state, mirror, sampling, kv, config, padded, target.vocab, target, head)
         )
 
     return Engine(target, config, make or from_table, NoText, padded=True)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from forerun import checks
-from forerun.config import DEVICE, DTYPE, QUANTIZATION, EngineConfig, Speculation, model_name
+from forerun.config import DEVICE, DTYPE, HEADS, QUANTIZATION, EngineConfig, Speculation, model_name
 from forerun.drafters import Drafter
 from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.engine import Engine, EngineStats
@@ -27,9 +27,13 @@ from forerun.engine.owner import Owner, Stream
 from forerun.engine.scheduler import Sequence as Live
 from forerun.engine.state import RowState
 from forerun.engine.stats import DraftStats
+from forerun.heads import layouts, loading
+from forerun.heads.block import Block
+from forerun.heads.chain import Chain
 from forerun.idle import IdleDrafter
 from forerun.models import hub
 from forerun.models.decoder import KVCache, Target
+from forerun.models.files import MANIFEST
 from forerun.models.generation import default_sampling
 from forerun.models.tokenizer import Detokenizer, Tokenizer
 from forerun.types import (
@@ -126,6 +130,15 @@ class Chunk(NamedTuple):
     error: str | None = None
 
 
+def load_head(speculation: Speculation, loaded: LoadedModel) -> Chain | Block:
+    """The head of a learned drafter. Raises LoadError for one that does not belong to this target."""
+    target, name = loaded.target, speculation.model
+    stored = (loaded.folder / MANIFEST).is_file()
+    require(name is not None or not stored, "model", name, "a .gguf file holds no MTP modules; give the folder of a head")
+    folder = loaded.folder if name is None else hub.resolve(name, head=True)
+    return loading.load(folder, layouts.read_config(folder, speculation.method, target.config), target)
+
+
 class _Growing:
     """A completion that has not ended yet."""
 
@@ -214,8 +227,11 @@ class LLM:
         tokenizer = loaded.tokenizer  # the engine refers to this, not to the LLM, so that an unused LLM is freed
         vocab = min(tokenizer.size, loaded.target.vocab)
         speculation = config.speculation
-        drafter_model, context, each = None, None, loaded.target.kv_bytes_per_token
-        if speculation is not None and speculation.model is not None:
+        drafter_model, head, context, each = None, None, None, loaded.target.kv_bytes_per_token
+        if speculation is not None and speculation.method in HEADS:
+            head = load_head(speculation, loaded)
+            each += head.kv_bytes_per_token
+        elif speculation is not None and speculation.model is not None:
             drafter = LLM.load(speculation.model, dtype, device, quantization)
             same = drafter.tokenizer.inner.get_vocab() == self.tokenizer.inner.get_vocab()
             require(
@@ -234,7 +250,7 @@ class LLM:
         ) -> Drafter | None:
             if speculation is None:
                 return None
-            given = DrafterContext(state, mirror, sampling, kv, config, padded, vocab, drafter_model)
+            given = DrafterContext(state, mirror, sampling, kv, config, padded, vocab, drafter_model, head)
             return TABLE[speculation.method](speculation, given)
 
         self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(tokenizer))
