@@ -194,6 +194,50 @@ def rows_are(request, monkeypatch) -> None:
         monkeypatch.setitem(cuda_attention.CUTS, (True, wide), cuda_attention.CUTS[request.param == "few", wide])
 
 
+@pytest.mark.parametrize("captured", [True, False], ids=["decode", "ragged"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_in_both_directions(run: CudaKernels, shape: AttentionShape, captured: bool) -> None:
+    rows = [(first, 5) for first in (0, 3, 63, 200)]
+    check_attention(run.bounded(5, 512) if captured else run, rows, shape._replace(block=True), norms=True)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_keys_and_values_are_stored(run: CudaKernels, shape: AttentionShape, norms: bool) -> None:
+    """kv is a part of the columns of a wider tensor. Padding behind the last row is NaN and reaches no page."""
+    rows = [(0, 3), (40, 17), (7, 1)]
+    batch, (keys, values) = paged(rows, shape, 8)
+    _, kv, dim = shape[:3]
+    angle = torch.outer(torch.arange(512.0), 10 ** -torch.linspace(0, 3, dim // 2)).to(DEVICE)
+    wide = random(21 + 3, 3 * 2 * kv * dim, seed=9)
+    wide[21:] = torch.nan
+    part = wide[:, 2 * kv * dim : 4 * kv * dim]
+    norm = random(dim, seed=3) if norms else None
+    batch = batch._replace(positions=torch.cat((batch.positions, batch.positions.new_zeros(3))))
+    found = []
+    for kernels in (run, reference):
+        own = (keys.clone(), values.clone())
+        kernels.store(part, shape, angle.cos(), angle.sin(), norm, *own, batch)
+        found.append(own)
+    (got_keys, got_values), (want_keys, want_values) = found
+    close(got_keys, want_keys, 2e-3)
+    assert torch.equal(got_values, want_values) and not torch.equal(got_keys, keys)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_parts_are_joined(run: CudaKernels, count: int) -> None:
+    parts = [random(7, 20 + 9 * i, seed=i) for i in range(count)]
+    norms = [random(20 + 9 * i, seed=i + 9) if i % 2 == 0 else None for i in range(count)]
+    close(run.join(parts, norms, EPS), reference.join(parts, norms, EPS))
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_plain_products(run: CudaKernels, tokens: int) -> None:
+    x, weight, bias = random(tokens, 64), Dense(random(48, 64, seed=1)), random(48, seed=2)
+    close(run.linear(x, weight, bias), reference.linear(x, weight, bias))
+    close(run.logits(x, weight), reference.logits(x, weight))
+
+
 def test_interleaved_heads_are_refused(run: CudaKernels) -> None:
     with pytest.raises(TypeError, match="put their rows into halves"):
         check_attention(run, [(0, 3)], SHAPES[0]._replace(interleaved=True), False)
@@ -348,6 +392,7 @@ def check(kernel, warps=4, **constants):
     given = dict(
         positions="*i64", table="*i32", row_start="*i32", arrived="*i32", cos="*fp32", sin="*fp32", part="*fp32",
         part_top="*fp32", part_total="*fp32", eps="fp32", scale="fp32", T="i32", R="i32", TABLE="i32",
+        STRIDE="i32", OUT="i32", FIRST="i32",
     )
     types = {name: "constexpr" if name in constants else given.get(name, "*bf16") for name in kernel.arg_names}
     compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
@@ -357,10 +402,13 @@ decode = dict(heads, WIDTH=5, QUERIES=1, TOKENS=16, BN=32, SPLITS=4, LEAST=1, WI
 for pdl in (0, 1, 2):
     for ragged in (False, True):
         for warps, early in ((4, False), (8, True)):
-            check(attention.decode_kernel, warps, **decode, RAGGED=ragged, EARLY=early, PDL=pdl)
+            check(attention.decode_kernel, warps, **decode, RAGGED=ragged, BOTH=ragged, EARLY=early, PDL=pdl)
 check(prefill.rotate_kernel, **heads, RP=2)
+check(prefill.rotate_kernel, **(heads | {"HEADS": 0}), RP=2)
+check(products.join_kernel, A=576, B=576, C=1, A_NORM=True, B_NORM=False, C_NORM=False, WIDTH=1024, PDL=1)
 del heads["NORM"], heads["HP"]
-check(prefill.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64)
+for both in (False, True):
+    check(prefill.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64, BOTH=both)
 product = dict(N=64, K=96, BM=16, BN=16, NORM=True, GATE=True, ADD=False, BIAS=False)
 for pdl in (1, 2):
     check(products.whole_kernel, **product, STARTS=(0, 64), WIDTHS=(64, 32), SPLIT=2, PDL=pdl)

@@ -23,7 +23,7 @@ from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one
 from forerun.kernels import cuda_products as products
 from forerun.kernels.cuda_attention import attend_decode
 from forerun.kernels.cuda_cuts import FEW_TOKENS, choose, fitting
-from forerun.kernels.cuda_prefill import attend_ragged
+from forerun.kernels.cuda_prefill import attend_ragged, store
 from forerun.kernels.cuda_products import AFTER_WAIT, AT_ONCE, Tiles, launch, launch_options, power_of_two
 from forerun.models.weights import Dense, Matrix
 from forerun.types import require
@@ -92,7 +92,11 @@ class CudaKernels:
         return out
 
     def join(self, parts: Sequence[Tensor], norms: Sequence[Tensor | None], eps: float) -> Tensor:
-        return reference.join(parts, norms, eps)
+        total, widths = parts[0].shape[0], [part.shape[1] for part in parts]
+        out = parts[0].new_empty(total, sum(widths))
+        for n in range(0, len(parts), 3):
+            products.join(parts[n : n + 3], norms[n : n + 3], eps, out, sum(widths[:n]), self.pdl)
+        return out
 
     def attend(
         self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
@@ -100,8 +104,6 @@ class CudaKernels:
     ) -> Tensor:
         if shape.interleaved:
             raise TypeError("interleaved heads are not rotated on CUDA; put their rows into halves (loading.pair_halves)")
-        if shape.block:
-            raise TypeError("attention in both directions is not there on CUDA yet")
         given = (qkv, shape, cos, sin, q_norm, k_norm, key_pages, value_pages, batch)
         if self.width is None:
             return attend_ragged(*given)
@@ -144,7 +146,7 @@ class CudaKernels:
         self, kv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, k_norm: Tensor | None, key_pages: Tensor,
         value_pages: Tensor, batch: Batch,
     ) -> None:
-        reference.store(kv, shape, cos, sin, k_norm, key_pages, value_pages, batch)
+        store(kv, shape, cos, sin, k_norm, key_pages, value_pages, batch)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The index of each row's largest logit, the first of equal ones; BROKEN where that logit is not finite.

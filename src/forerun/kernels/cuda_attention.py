@@ -112,12 +112,12 @@ def _with_new(
 
 
 @triton.jit
-def _seen(scores, p, low, last, WINDOW: tl.constexpr):
+def _seen(scores, p, low, own, last, WINDOW: tl.constexpr):
     """The scores [BM,BN], with -inf at positions that a query may not attend to. low: the first position of the row's window;
-    last: each query's own position, [BM,1]."""
+    own, last: each query's own position and the last one that it attends to, [BM,1]."""
     seen = (p >= low)[None, :] & (p[None, :] <= last)
     if WINDOW > 0:
-        seen = seen & (p[None, :] > last - WINDOW)
+        seen = seen & (p[None, :] > own - WINDOW)
     return tl.where(seen, scores, float("-inf"))
 
 
@@ -178,10 +178,10 @@ def decode_kernel(
     DP: tl.constexpr, HP: tl.constexpr,
     BM: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, FAR: tl.constexpr, AT_ONCE: tl.constexpr,
-    RAGGED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    RAGGED: tl.constexpr, BOTH: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
     """QUERIES: blocks of up to BM queries, for each row and key head. LEAST: the fewest tiles of BN positions in a split.
-    RAGGED: rows have up to WIDTH tokens. EARLY: each tile is loaded into registers one iteration before its use, the first
+    RAGGED: rows have up to WIDTH tokens. BOTH: the tokens of a row attend to each other in both directions. EARLY: each tile is loaded into registers one iteration before its use, the first
     one before the wait; otherwise tiles are prefetched into the L2 cache before the wait."""
     begin(PDL)
     row, split = tl.program_id(0), tl.program_id(2)
@@ -220,7 +220,10 @@ def decode_kernel(
     m = queries * size + tl.arange(0, BM)  # queries: query m is head m % group, of this key head's group, of token m // group
     token = m // group
     query_ok = m < tl.minimum(count * group, queries * size + size)
-    last = (first + token)[:, None]  # a query's own position, the last one it attends to
+    own = (first + token)[:, None]  # a query's own position
+    last = own  # the last one it attends to
+    if BOTH:
+        last = own * 0 + first + count - 1
     t = tl.arange(0, TOKENS)  # the new tokens
     is_new = t < count
     # what earlier steps wrote is complete, so it may be read before the wait
@@ -275,7 +278,7 @@ def decode_kernel(
         scores = tl.dot(q_b, keys_b.T, tl.dot(q_a, keys_a.T))  # [BM,BN]
         if start + j * BN + BN > first:
             scores, values = _with_new(scores, values, fresh, v_base, stride, p, first, count, d, D, BM, BN, TOKENS)
-        scores = _seen(scores * (scale * LOG2E), p, low, last, WINDOW)
+        scores = _seen(scores * (scale * LOG2E), p, low, own, last, WINDOW)
         top, total, mixed = softmax_step(scores, values, top, total, mixed)
         if EARLY:
             p += BN
@@ -333,7 +336,7 @@ def attend_decode(
 ) -> Tensor:
     """Kernels.attend for rows of `width` tokens each (ragged: 1 to `width`) at positions below `context`. arrived: int32
     zeros, at least one for each row, key head and block of up to 16 queries; left zero."""
-    heads, kv, dim, window, eps, *_ = shape
+    heads, kv, dim, window, eps, _, both = shape
     rows = batch.block_table.shape[0]
     cut = cut_for(dim, rows * kv)
     bm = 16
@@ -351,7 +354,8 @@ def attend_decode(
         batch.block_table.stride(0), dim**-0.5, eps, WIDTH=width, HEADS=heads, KV=kv, D=dim, DP=padded,
         HP=max(16, power_of_two(dim // 2)), BM=bm, QUERIES=queries, TOKENS=max(16, power_of_two(width)), BN=cut.positions,
         BLOCK=key_pages.shape[2], SPLITS=splits, LEAST=cut.least, WINDOW=window, NORM=q_norm is not None,
-        FAR=key_pages.numel() >= 1 << 31, AT_ONCE=cut.at_once, RAGGED=ragged, EARLY=cut.early, PDL=pdl, num_stages=1,
+        FAR=key_pages.numel() >= 1 << 31, AT_ONCE=cut.at_once, RAGGED=ragged, BOTH=both,
+        EARLY=cut.early, PDL=pdl, num_stages=1,
         **launch_options(cut.warps, pdl), **({"maxnreg": cut.registers} if cut.registers else {}),
     )
     return out

@@ -23,16 +23,17 @@ def _row_of(token, row_start, R, RP: tl.constexpr):
     return tl.sum((starts[None, :] <= token[:, None]).to(tl.int32), 1) - 1
 
 
-@triton.jit(do_not_specialize=["T", "R", "TABLE"])
+@triton.jit(do_not_specialize=["T", "R", "TABLE", "STRIDE"])
 def rotate_kernel(
-    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, row_start, table, q_out, out, T, R, TABLE, eps,
-    HEADS: tl.constexpr,
+    qkv, cos, sin, q_norm, k_norm, key_pages, value_pages, positions, row_start, table, q_out, out, T, R, TABLE, STRIDE,
+    eps, HEADS: tl.constexpr,
     KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, BM: tl.constexpr, RP: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr,
     FAR: tl.constexpr,
 ):
     """Norm and rotate q into q_out [T,HEADS,D]; norm and rotate k; write k and v into the pages. Padding tokens write to no
-    page. No tile of prefill_kernel covers them, so their outputs are set to zero here; otherwise a NaN could spread."""
+    page. No tile of prefill_kernel covers them, so their outputs are set to zero here; otherwise a NaN could spread. STRIDE:
+    from a token of qkv to the next. HEADS may be 0."""
     head = tl.program_id(1)
     t = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)
@@ -42,7 +43,7 @@ def rotate_kernel(
     good = ok[:, None] & (d < D)[None, :]
     good_half = ok[:, None] & (h < D // 2)[None, :]
     position = tl.load(positions + t, mask=ok, other=0).to(tl.int32)
-    base = qkv + t.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D
+    base = qkv + t.to(tl.int64) * STRIDE + head * D
     if head < HEADS:
         by = head_norm(q_norm, h, D, NORM)
         q_a, q_b = rotated(halves_of(base, ok, h, D), angles_at(cos, sin, position, ok, h, D), by, eps, D, NORM)
@@ -71,7 +72,7 @@ def prefill_kernel(
     q, key_pages, value_pages, positions, row_start, table, out, R, TABLE, scale, HEADS: tl.constexpr, KV: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    FAR: tl.constexpr,
+    FAR: tl.constexpr, BOTH: tl.constexpr,
 ):
     """Attention of ragged rows, whose keys and values are in the pages. A program takes BM tokens of a row and one head. The
     tiles of all rows are numbered consecutively; empty rows have none. Only the device knows the rows' lengths, so the grid
@@ -95,6 +96,10 @@ def prefill_kernel(
     where = (t.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
     queries = tl.load(q + where, mask=good, other=0.0)
     end = tl.max(tl.where(ok, at, 0), 0) + 1
+    last = at  # the last position that a query attends to
+    if BOTH:
+        end = tl.load(positions + tl.load(row_start + row + 1) - 1).to(tl.int32) + 1
+        last = at * 0 + end - 1
     low = 0
     if WINDOW > 0:
         low = tl.maximum(tl.min(at, 0) - WINDOW + 1, 0) // BN * BN
@@ -108,12 +113,27 @@ def prefill_kernel(
         at_pages = places(table, p, p < end, head // (HEADS // KV), KV, D, BLOCK, FAR)[:, None] + d[None, :]
         keys = tl.load(key_pages + at_pages, mask=there, other=0.0)
         scores = tl.dot(queries, keys.T) * (scale * LOG2E)
-        seen = p[None, :] <= at[:, None]
+        seen = p[None, :] <= last[:, None]
         if WINDOW > 0:
             seen = seen & (p[None, :] > at[:, None] - WINDOW)
         values = tl.load(value_pages + at_pages, mask=there, other=0.0)
         top, total, mixed = softmax_step(tl.where(seen, scores, float("-inf")), values, top, total, mixed)
     tl.store(out + where, (mixed * (1.0 / total)[:, None]).to(out.dtype.element_ty), mask=good)
+
+
+def store(
+    kv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, k_norm: Tensor | None, key_pages: Tensor, value_pages: Tensor,
+    batch: Batch,
+) -> None:
+    """Kernels.store, for rows of any lengths, with padding behind the last row."""
+    total, rows, dim = kv.shape[0], batch.block_table.shape[0], shape.head_dim
+    norm = kv if k_norm is None else k_norm
+    rotate_kernel[(triton.cdiv(total, 16), 2 * shape.kv_heads)](
+        kv, cos, sin, norm, norm, key_pages, value_pages, batch.positions, batch.row_start, batch.block_table, kv, kv, total,
+        rows, batch.block_table.stride(0), kv.stride(0), shape.eps, HEADS=0, KV=shape.kv_heads, D=dim,
+        DP=max(16, power_of_two(dim)), HP=max(16, power_of_two(dim // 2)), BM=16, RP=power_of_two(rows),
+        BLOCK=key_pages.shape[2], NORM=k_norm is not None, FAR=key_pages.numel() >= 1 << 31, num_warps=4,
+    )  # fmt: skip
 
 
 def attend_ragged(
@@ -131,7 +151,7 @@ def attend_ragged(
     rotate_kernel[(triton.cdiv(total, 16), heads + 2 * kv)](
         qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages,
         batch.positions,
-        batch.row_start, batch.block_table, q, out, total, rows, table, eps, HEADS=heads, KV=kv, D=dim, DP=padded,
+        batch.row_start, batch.block_table, q, out, total, rows, table, qkv.stride(0), eps, HEADS=heads, KV=kv, D=dim, DP=padded,
         HP=max(16, power_of_two(dim // 2)), BM=16, RP=rows_padded,
         BLOCK=block, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31, num_warps=4,
     )
@@ -140,6 +160,6 @@ def attend_ragged(
         q, key_pages, value_pages, batch.positions, batch.row_start, batch.block_table, out, rows, table, dim**-0.5,
         HEADS=heads, KV=kv,
         D=dim, DP=padded, BM=bm, BN=64, RP=rows_padded, BLOCK=block, WINDOW=window,
-        FAR=key_pages.numel() >= 1 << 31, num_warps=4, num_stages=2,
+        FAR=key_pages.numel() >= 1 << 31, BOTH=shape.block, num_warps=4, num_stages=2,
     )
     return out

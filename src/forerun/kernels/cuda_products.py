@@ -16,6 +16,7 @@ rounds as plain decoding does. More tokens take other tiles and round differentl
 # mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -311,6 +312,45 @@ def rms_norm_kernel(x, norm, out, eps, K: tl.constexpr, WIDTH: tl.constexpr, PDL
     wide = part.to(tl.float32)
     scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)).to(part.dtype)
     tl.store(out + row * K + k, (scaled.to(tl.float32) * by).to(part.dtype), mask=k < K)
+
+
+@triton.jit(do_not_specialize=["OUT", "FIRST"])
+def join_kernel(
+    a, b, c, a_norm, b_norm, c_norm, out, OUT, FIRST, eps, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+    A_NORM: tl.constexpr, B_NORM: tl.constexpr, C_NORM: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):
+    """A program for each row and part: the part, normed if it has a norm, goes to its columns of out [T,OUT], from FIRST on."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    wait(PDL)
+    if part == 0:
+        _join(a, a_norm, out + row * OUT + FIRST, row, eps, A, A_NORM, WIDTH)
+    elif part == 1:
+        _join(b, b_norm, out + row * OUT + FIRST + A, row, eps, B, B_NORM, WIDTH)
+    else:
+        _join(c, c_norm, out + row * OUT + FIRST + A + B, row, eps, C, C_NORM, WIDTH)
+
+
+@triton.jit
+def _join(x, norm, to, row, eps, K: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr):
+    k = tl.arange(0, WIDTH)
+    part = tl.load(x + row * K + k, mask=k < K, other=0.0)
+    if NORM:
+        wide = part.to(tl.float32)
+        by = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+        scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)).to(part.dtype)
+        part = (scaled.to(tl.float32) * by).to(part.dtype)
+    tl.store(to + k, part, mask=k < K)
+
+
+def join(parts: Sequence[Tensor], norms: Sequence[Tensor | None], eps: float, out: Tensor, first: int, pdl: int) -> None:
+    """Kernels.join for up to three parts, into the columns of out [T, ..] from `first` on."""
+    x = [part.contiguous() for part in parts] + [parts[0]] * (3 - len(parts))
+    by = [*norms, None, None][:3]
+    widths = [part.shape[1] for part in parts] + [1] * (3 - len(parts))
+    weights = [out if norm is None else norm for norm in by]
+    normed = [norm is not None for norm in by]
+    given = (*x, *weights, out, out.shape[1], first, eps, *widths, *normed, power_of_two(max(widths)), pdl)
+    join_kernel[(out.shape[0], len(parts))](*given, **launch_options(4, pdl))
 
 
 @triton.jit

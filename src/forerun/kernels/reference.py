@@ -125,11 +125,12 @@ def attend(
         keys = key_pages[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :seen]  # [kv_heads,seen,D]
         values = value_pages[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :seen]
         at = torch.arange(seen, device=qkv.device)
-        mask = at[None] <= (positions[-1:] if both else positions)[:, None]  # [t,seen], or [1,seen] for all
+        last = positions[-1:].expand_as(positions) if both else positions
+        mask = at[None] <= last[:, None]  # [t,seen]
         if window:
             mask &= at[None] > positions[:, None] - window
         out[begin:end] = F.scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1)[None], keys[None], values[None], mask.expand(end - begin, -1), enable_gqa=True
+            q[begin:end].transpose(0, 1)[None], keys[None], values[None], mask, enable_gqa=True
         )[0].transpose(0, 1)
     return out.view(total, heads * dim)
 
