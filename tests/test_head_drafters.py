@@ -4,6 +4,7 @@ hits, preemption and batches, on both layouts and in graphs."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from forerun.config import EngineConfig, Speculation
-from forerun.drafters import Drafter
+from forerun.drafters import Drafter, Observed, Rows
 from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.engine import Engine
 from forerun.engine.state import RowState
@@ -19,7 +20,7 @@ from forerun.heads.block import Block
 from forerun.heads.chain import Chain
 from forerun.llm import LLM
 from forerun.models.decoder import KVCache, Target
-from forerun.types import LoadError, Request, SamplingParams, SettingError
+from forerun.types import Draft, LoadError, Request, SamplingParams, SettingError
 from forerun.verify.sampling import SamplingState
 from tests import test_heads
 from tests.test_device import DEVICES, NoText, prompts
@@ -51,7 +52,34 @@ def request(name: str, prompt: list[int], tokens: int, **params: Any) -> Request
     return Request(name, tuple(prompt), SamplingParams(**{"temperature": 0.0, "max_tokens": tokens} | params), tokens, 0)
 
 
-def differing(it: Engine, target: Target, head: Chain | Block, seen: set[str]) -> int:
+class Helped:
+    """Lets the drafter draft, keeps its drafts, and puts the known answer in place of 0 .. K tokens, so that these are
+    accepted."""
+
+    def __init__(self, it: Engine) -> None:
+        assert it.drafter is not None
+        self.state, self.inner, self.known = it.state, it.drafter, dict[str, list[int]]()
+        self.answer = torch.zeros_like(it.state.tokens)
+        self.drafts = torch.zeros_like(it.state.draft)
+        self.propose, self.admit = it.drafter.propose, it.drafter.admit
+        it.drafter.propose, it.drafter.admit = self.proposed, self.admitted  # type: ignore[method-assign]
+
+    def admitted(self, slot: int, request: Request) -> None:
+        self.admit(slot, request)
+        ids = [*request.prompt_ids, *self.known.get(request.id, ())]
+        self.answer[slot, : len(ids)] = torch.tensor(ids).to(self.answer.device)
+
+    def proposed(self, rows: Rows) -> Draft:
+        draft = self.propose(rows)
+        length, width = self.state.length[rows.slot], draft.tokens.shape[1]
+        self.drafts[rows.slot, :width] = draft.tokens
+        at = torch.arange(width, device=length.device)
+        right = at < ((length + length // 3 + rows.slot) % (K + 1))[:, None]
+        answer = self.answer[rows.slot].gather(1, (length[:, None] + at).clamp(max=self.answer.shape[1] - 1))
+        return draft._replace(tokens=torch.where(right, answer, draft.tokens))
+
+
+def differing(it: Engine, target: Target, head: Chain | Block, helped: Helped, seen: Counter[str]) -> int:
     """Drafts at hand, of all rows, that differ from those from scratch."""
     wrong = 0
     for sequence in it.scheduler.running:
@@ -60,33 +88,45 @@ def differing(it: Engine, target: Target, head: Chain | Block, seen: set[str]) -
         if not bool(it.state.active[slot]) or not size or length < 2:
             continue
         if (length - 1 + K) // 8 >= len(sequence.pages):  # no free page for the drafter's entries of drafts
-            seen.add("no page")
+            seen["no page"] += 1
             continue
         want = drafts_from_scratch(target, head, it.state.tokens[slot, :length].tolist(), K)
-        got = it.state.draft[slot, :size].tolist()
-        seen.add(f"draft of {size}")
+        got = helped.drafts[slot, :size].tolist()
+        seen[f"draft of {size}"] += 1
         wrong += got != want[:size]
     return wrong
 
 
-def lived(it: Engine, target: Target, head: Chain | Block, seen: set[str]) -> int:
+def lived(it: Engine, target: Target, head: Chain | Block, seen: Counter[str]) -> int:
     """Serve chats of several turns on few small pages. Return how many drafts were wrong."""
+    plain = Engine(target, EngineConfig(max_model_len=120, kv_cache_tokens=512), lambda *_: None, NoText, it._step.lag > 0)
+    helped = Helped(it)
     rng, texts, wrong = random.Random(3), prompts(4, 3, 260), 0
-    for turn in range(3):
-        got: dict[str, list[int]] = {}
-        for i, text in enumerate(texts):
-            it.add(request(f"{turn}.{i}", text, rng.randint(10, 16)))
-            got[f"{turn}.{i}"] = []
-        while it.has_work:
-            for event in it.step():
+
+    def answers(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+        nonlocal wrong
+        got: dict[str, list[int]] = {one.id: [] for one in requests}
+        for one in requests:
+            engine.add(one)
+        while engine.has_work:
+            for event in engine.step():
                 got[event.request_id] += event.tokens
-                if event.counts is not None:
-                    seen.add(f"{event.counts[1]} of {event.counts[0]}")
-            wrong += differing(it, target, head, seen)
+                if engine is it and event.counts is not None:
+                    seen[f"{event.counts[1]} of {event.counts[0]}"] += 1
+            if engine is it:
+                wrong += differing(it, target, head, helped, seen)
+        return got
+
+    for turn in range(3):
+        asked = [request(f"{turn}.{i}", text, rng.randint(10, 16)) for i, text in enumerate(texts)]
+        helped.known = answers(plain, asked)
+        got = answers(it, asked)
         texts = [text + got[f"{turn}.{i}"] + [7 + turn, 9] for i, text in enumerate(texts)]
-    seen |= {"preempted"} if it.stats.preemptions else set()
-    seen |= {"cached"} if it.stats.cached_tokens else set()
+    seen += Counter(preempted=it.stats.preemptions, cached=it.stats.cached_tokens)
     return wrong
+
+
+CASES = ("preempted", "cached", f"draft of {K}", *(f"{n} of {K}" for n in range(K + 1)))
 
 
 @DEVICES
@@ -97,9 +137,39 @@ def test_drafts_are_those_from_scratch(tmp_path: Path, kind: str, padded: bool, 
         pytest.skip("the exact layout is for the CPU")
     target = Target.load(tiny_model(tmp_path / "tiny", **SHAPE), torch.float32, device)
     head = random_head(target, kind)
-    seen: set[str] = set()
+    seen = Counter[str]()
     wrong = lived(engine(target, head, padded), target, head, seen)
-    assert wrong == 0 and seen >= {"preempted", "cached", f"draft of {K}"}, seen
+    assert wrong == 0 and all(seen[case] for case in CASES), seen
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_draft_too(tmp_path: Path, kind: str, device: str) -> None:
+    """In bfloat16, which is captured on CUDA. Rounding differs between the shapes of launches, so some drafts may differ."""
+    target = Target.load(tiny_model(tmp_path / "tiny", **SHAPE), torch.bfloat16, device)
+    head = random_head(target, kind)
+    seen = Counter[str]()
+    wrong = lived(engine(target, head, True), target, head, seen)
+    assert wrong < 0.15 * sum(n for case, n in seen.items() if case.startswith("draft of")), (wrong, seen)
+
+
+@pytest.mark.parametrize("fault", ["states of the token before", "drafts are not overwritten"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_wrong_states_are_noticed(tmp_path: Path, kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target.load(tiny_model(tmp_path / "tiny", **SHAPE), torch.float32)
+    head = random_head(target, kind)
+    it = engine(target, head, False)
+    assert it.drafter is not None
+    observe = it.drafter.observe
+
+    def wrong_observe(seen: Observed) -> None:
+        if fault == "states of the token before":
+            observe(seen._replace(hidden=tuple(state.roll(1, 0) for state in seen.hidden)))
+        elif seen.pending is not None:  # only the last position of each row
+            observe(seen._replace(committed=seen.committed.clamp(max=1)))
+
+    monkeypatch.setattr(it.drafter, "observe", wrong_observe)
+    assert lived(it, target, head, Counter()) > 0
 
 
 def test_an_llm_drafts_with_a_head_from_a_folder(tmp_path: Path) -> None:

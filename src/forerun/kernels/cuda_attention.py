@@ -181,8 +181,9 @@ def decode_kernel(
     RAGGED: tl.constexpr, BOTH: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
     """QUERIES: blocks of up to BM queries, for each row and key head. LEAST: the fewest tiles of BN positions in a split.
-    RAGGED: rows have up to WIDTH tokens. BOTH: the tokens of a row attend to each other in both directions. EARLY: each tile is loaded into registers one iteration before its use, the first
-    one before the wait; otherwise tiles are prefetched into the L2 cache before the wait."""
+    RAGGED: rows have up to WIDTH tokens. BOTH: the tokens of a row attend to each other in both directions. EARLY: each
+    tile is loaded into registers one iteration before its use, the first one before the wait; otherwise tiles are prefetched
+    into the L2 cache before the wait."""
     begin(PDL)
     row, split = tl.program_id(0), tl.program_id(2)
     head, queries = tl.program_id(1) // QUERIES, tl.program_id(1) % QUERIES

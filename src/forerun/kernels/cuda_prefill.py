@@ -150,8 +150,8 @@ def attend_ragged(
     table = batch.block_table.stride(0)
     rotate_kernel[(triton.cdiv(total, 16), heads + 2 * kv)](
         qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, key_pages, value_pages,
-        batch.positions,
-        batch.row_start, batch.block_table, q, out, total, rows, table, qkv.stride(0), eps, HEADS=heads, KV=kv, D=dim, DP=padded,
+        batch.positions, batch.row_start, batch.block_table, q, out, total, rows, table, qkv.stride(0), eps, HEADS=heads,
+        KV=kv, D=dim, DP=padded,
         HP=max(16, power_of_two(dim // 2)), BM=16, RP=rows_padded,
         BLOCK=block, NORM=q_norm is not None, FAR=key_pages.numel() >= 1 << 31, num_warps=4,
     )
