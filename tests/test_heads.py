@@ -13,17 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.heads import layouts, loading, saving
 from forerun.heads.block import Block
 from forerun.heads.chain import Chain
-from forerun.heads.config import HeadConfig
+from forerun.heads.config import METHODS, HeadConfig
 from forerun.kernels import Batch, Kernels, cpu, reference
+from forerun.models import rope
 from forerun.models.config import ModelConfig, Rope
 from forerun.models.decoder import KVCache, Target
-from forerun.types import SettingError
+from forerun.models.weights import Dense
+from forerun.types import LoadError, SettingError
 from tests.tiny import VOCAB, tiny_model
 
 H, HEADS, KV, D, INNER, LAYERS, DRAFT = 64, 4, 2, 32, 96, 6, 100
@@ -206,11 +208,14 @@ def prompts(states: int, lengths: tuple[int, ...] = (21, 9), seed: int = 3) -> t
     return [[torch.randn(n, H, generator=generator) for _ in range(states)] for n in lengths], tokens
 
 
-def worst(head: Chain, published: Published, states: int, steps: int = 3, kernels: Kernels | None = None) -> float:
-    """The largest difference of logits, relative to their spread; infinite if the drafted tokens differ."""
+def worst(
+    head: Chain, published: Published, states: int, steps: int = 3, kernels: Kernels | None = None, late: int = 0
+) -> float:
+    """The largest difference of logits, relative to their spread; infinite if the drafted tokens differ. late: the head gets
+    the states of so many positions earlier."""
     head = head if kernels is None else head.with_kernels(kernels)
     given, tokens = prompts(states)
-    got, drafts = on_pages(head, given, tokens, steps, (7,))
+    got, drafts = on_pages(head, [[s.roll(late, 0) for s in of] for of in given], tokens, steps, (7,))
     found = 0.0
     for r in range(len(tokens)):
         logits, want = drafted(published, given[r], tokens[r], steps)
@@ -561,6 +566,28 @@ def test_mtp_of_several_modules(tmp_path: Path, target: Target) -> None:
         assert torch.equal(a * 1.5, b)
 
 
+def test_mtp_in_the_targets_own_folder(tmp_path: Path) -> None:
+    """A MiMo is a Qwen2 with modules: the target leaves their tensors alone, and the head reads no others. A tensor that is
+    neither is surplus still."""
+    kinds = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "rope_theta": THETA}
+    sizes: dict[str, Any] = {"hidden": H, "heads": HEADS, "kv_heads": KV, "head_dim": D, "intermediate": INNER, "layers": LAYERS}
+    folder = tiny_model(tmp_path / "mimo", "qwen2", **sizes, config=kinds)
+    plain = Target.load(tiny_model(tmp_path / "qwen2", "qwen2", **sizes, config={"rope_theta": THETA}), torch.float32)
+    variant = MTP["MiMo"]
+    t = variant.tensors()
+    save_file(load_file(folder / "model.safetensors") | t, folder / "model.safetensors")
+    mimo = Target.load(folder, torch.float32)
+    ids = torch.randint(0, VOCAB, (20,), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.arange(20), torch.tensor([0, 20]).int(), torch.tensor([[1, 2]]).int(), None)
+    assert torch.equal(*(of.forward(batch, of.kv_cache(3, PAGE)).logits for of in (mimo, plain)))
+    head = loaded(folder, "mtp", mimo)
+    assert head.bytes == sum(x.nbytes for x in t.values())
+    assert worst(head, variant.published(t, mimo), 1) < TIGHT
+    save_file(load_file(folder / "model.safetensors") | {"model.mtp.weight": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(LoadError, match=r"tensor model\.mtp\.weight is not part of MiMoForCausalLM"):
+        Target.load(folder)
+
+
 # ---- DFlash
 
 
@@ -781,3 +808,318 @@ def test_a_head_that_its_layout_cannot_say_is_not_saved(tmp_path: Path, target: 
             saving.save(tmp_path / "head", config, loading.random(config, target).weights, "tiny")
         assert error.value.name == name
         assert list(tmp_path.iterdir()) == []
+
+
+# ---- the comparisons notice what they are for
+
+
+NOTICED = 50 * TIGHT
+
+
+def test_a_difference_of_the_settings_is_noticed(tmp_path: Path, target: Target) -> None:
+    """Each of these fields, changed in the head alone, changes what it computes."""
+    eagle3, eagle = Eagle3(norms="each"), Eagle1()
+    of_three = eagle3_folder(tmp_path / "3", eagle3.tensors(), eagle3, fc_norm=True)
+    cases: list[tuple[str, Any, Path, int, dict[str, Any]]] = [
+        ("eagle3", eagle3, of_three, 3, {"embedding_first": False}),
+        ("eagle3", eagle3, of_three, 3, {"norm_before_residual": True}),
+        ("eagle3", eagle3, of_three, 3, {"norm_output": True}),
+        ("eagle", eagle, write(tmp_path / "1", LLAMA, eagle.tensors()), 1, {"embedding_first": False}),
+    ]
+    for name, variant in MTP.items():
+        folder = mtp_folder(tmp_path / name, variant.tensors())
+        for changes in ({"embedding_first": not variant.embedding_first}, {"zero_first": not variant.zero_first}):
+            cases.append(("mtp", variant, folder, 1, changes))
+        cases.append(("mtp", variant, folder, 1, {"norm_output": False}))
+    for method, variant, folder, states, changes in cases:
+        t, head = variant.tensors(), loaded(folder, method, target)
+        published = variant.published(t, target)
+        assert worst(head, published, states) < TIGHT
+        cos, sin = rope.tables(head.config.decoder.rope, D, 128)
+        other = Chain(replace(head.config, **changes), head.weights, head.kernels, cos, sin)
+        assert worst(other, published, states) > NOTICED, (method, changes)
+        assert worst(head, published, states, late=1) > NOTICED, method
+
+
+def test_a_shifted_draft_vocabulary_is_noticed(tmp_path: Path, target: Target) -> None:
+    variant = Eagle3()
+    t = variant.tensors()
+    ids = (t["d2t"] + torch.arange(DRAFT)).roll(1)
+    head = loaded(eagle3_folder(tmp_path, t | {"d2t": ids - torch.arange(DRAFT)}), "eagle3", target)
+    assert worst(head, variant.published(t, target), 3) == math.inf
+
+
+def test_a_wrong_block_is_noticed(tmp_path: Path, target: Target) -> None:
+    variant = DFlash()
+    t = variant.tensors()
+    folder = dflash_folder(tmp_path, t, variant)
+    config = layouts.read_config(folder, "dflash", target.config)
+    head = loading.load(folder, config, target)
+    assert isinstance(head, Block)
+    assert block_gap(head, variant, t, target) < TIGHT
+    cos, sin = rope.tables(config.decoder.rope, D, 128)
+    masked = Block(replace(config, mask_id=8), head.weights, reference, cos, sin)
+    causal = Block(config, head.weights, reference, cos, sin)
+    causal._shapes = [of._replace(block=False) for of in causal._shapes]
+    swapped = Block(config, head.weights._replace(fc=Dense(t["fc.weight"].roll(H, 1))), reference, cos, sin)
+    for other in (masked, causal, swapped):
+        assert block_gap(other, variant, t, target) > NOTICED
+
+
+# ---- what is refused
+
+
+def structured_target(folder: Path, seed: int = 0) -> Target:
+    """A target whose vocabulary head and embedding have tokens that are alike, as a trained one has."""
+    tiny_model(folder, hidden=H, heads=HEADS, kv_heads=KV, head_dim=D, layers=LAYERS)
+    t = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    group = torch.randint(0, 20, (VOCAB,), generator=generator)
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        t[name] = 0.5 * torch.randn(20, H, generator=generator)[group] + 0.3 * torch.randn(VOCAB, H, generator=generator)
+    save_file(t, folder / "model.safetensors")
+    return Target.load(folder, torch.float32, kernels=reference)
+
+
+def test_a_random_vocabulary_head_is_told_from_a_trained_one(tmp_path: Path) -> None:
+    """The trained one starts from random rows and learns the target's distributions from features in another basis. It passes,
+    and random ones of several kinds do not."""
+    target = structured_target(tmp_path / "target")
+    variant = Eagle3(own_embedding=False)
+    t = variant.tensors()
+    ids = t["d2t"] + torch.arange(DRAFT)
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(2000, H, generator=generator)
+    wanted = (states @ target.weights.head.dense()[ids].T).softmax(-1)
+    features = states @ torch.linalg.qr(torch.randn(H, H, generator=generator))[0]
+    head = torch.nn.Parameter(torch.randn(DRAFT, H, generator=generator) * H**-0.5)
+    optimiser = torch.optim.AdamW([head], lr=0.01)
+    for _ in range(60):
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(features @ head.T, wanted).backward()
+        optimiser.step()
+    assert loaded(eagle3_folder(tmp_path / "a", t | {"lm_head.weight": head.detach()}), "eagle3", target).config.own_head
+    noise = torch.randn(VOCAB, H, generator=generator)
+    for i, rows in enumerate((noise[:DRAFT], torch.rand(DRAFT, H, generator=generator) - 0.5, torch.ones(DRAFT, H))):
+        with pytest.raises(LoadError, match=r"tensor lm_head\.weight looks random"):
+            loaded(eagle3_folder(tmp_path / f"random{i}", t | {"lm_head.weight": rows}), "eagle3", target)
+    with pytest.raises(LoadError, match=r"tensor lm_head\.weight is zero in 100 of 100 rows"):
+        loaded(eagle3_folder(tmp_path / "zero", t | {"lm_head.weight": torch.zeros(DRAFT, H)}), "eagle3", target)
+    with pytest.raises(LoadError, match=r"tensor embed_tokens\.weight looks random"):
+        both = t | {"lm_head.weight": head.detach(), "embed_tokens.weight": noise}
+        loaded(eagle3_folder(tmp_path / "embedding", both), "eagle3", target)
+
+
+def test_a_random_head_of_ours_is_taken_for_a_trained_one(tmp_path: Path) -> None:
+    target = structured_target(tmp_path / "target")
+    config = shape("eagle3", own_embedding=True)
+    saving.save(tmp_path / "head", config, loading.random(config, target).weights, "tiny")
+    assert loading.load(tmp_path / "head", config, target).config == config
+
+
+Change = Callable[[dict[str, Any], Tensors], Any]
+
+
+def setting(**changes: Any) -> Change:
+    return lambda config, _: config.update(changes)
+
+
+def without(name: str) -> Change:
+    return lambda _, t: t.pop(name)
+
+
+def renamed(old: str, new: str) -> Change:
+    return lambda _, t: t.update({new: t.pop(old)})
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Change:
+    return lambda _, t: t.update({name: change(t[name])})
+
+
+def with_nan(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[1, 2] = math.nan
+    return x
+
+
+MIMO = "model.mtp_layers.0."
+UP = "midlayer.mlp.up_proj.weight"
+REFUSED: dict[str, list[tuple[Change, str]]] = {
+    "eagle3": [
+        (setting(hidden_size=128), r"^hidden_size=128: the target has 64; give a head that was trained for this target"),
+        (setting(target_hidden_size=32), r"^target_hidden_size=32: the target has 64"),
+        (setting(vocab_size=300), r"^vocab_size=300: the target has 269"),
+        (setting(draft_vocab_size=300), r"^draft_vocab_size=300: give at most vocab_size \(269\)"),
+        (setting(eagle_aux_hidden_state_layer_ids=[2, 3, 7]), r"^eagle_aux_hidden_state_layer_ids=.*of 6 layers has 0 to 6"),
+        (setting(eagle_aux_hidden_state_layer_ids=[2, 3, -1]), r"^eagle_aux_hidden_state_layer_ids="),
+        (setting(eagle_aux_hidden_state_layer_ids=[2, "3"]), r"^eagle_aux_hidden_state_layer_ids=.*whole numbers"),
+        (setting(eagle_aux_hidden_state_layer_ids=[2] * 6), r"^eagle_aux_hidden_state_layer_ids=.*at most 5"),
+        (setting(eagle_config={"eagle_aux_hidden_state_layer_ids": [6]}), r"has -1 to 5"),
+        (setting(eagle_config={"use_aux_hidden_state": False}), r"^use_aux_hidden_state=False"),
+        (setting(eagle_config=3), r"^eagle_config=3: must be an object"),
+        (setting(num_hidden_layers=2), r"^num_hidden_layers=2: eagle3 heads of one layer"),
+        (setting(hidden_act="gelu"), r"^hidden_act='gelu'"),
+        (setting(quantization_config={"bits": 4}), r"^quantization_config="),
+        (setting(norm_before_fc=True, fc_norm=True), r"^fc_norm=True: norm_before_fc is true as well"),
+        (setting(norm_output="yes"), r"^norm_output='yes': must be true or false"),
+        (setting(fc_norm=True), r"tensors fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight are missing"),
+        (setting(model="x"), r"^model='x': must be an object"),
+        (renamed(UP, "midlayer.mlp.up.weight"),
+         r"tensor midlayer.mlp.up_proj.weight is missing; tensor midlayer.mlp.up.weight is not part of the head"),
+        (without("fc.weight"), r"tensor fc.weight is missing; fetch the whole checkpoint"),
+        (without("lm_head.weight"), r"tensor lm_head.weight is missing, and the target's, \[269, 64\], cannot stand in for"),
+        (setting(hidden_size=32, target_hidden_size=H),
+         r"tensor embed_tokens.weight has shape \[269, 64\], expected \[269, 32\]"),
+        (lambda c, t: (c.update(hidden_size=32, target_hidden_size=H), t.pop("embed_tokens.weight")),
+         r"tensor embed_tokens.weight is missing, and the target's, of hidden size 64, cannot stand in for it"),
+        (without("d2t"), r"tensor d2t is missing, and a draft vocabulary of 100 out of 269 needs it"),
+        (lambda _, t: t.update(extra=torch.ones(2)), r"tensor extra is not part of a head of method eagle3"),
+        (lambda _, t: t.update(mask_hidden=torch.ones(2)), r"tensor mask_hidden is not part"),
+        (changed("norm.weight", lambda x: x[1:]), r"tensor norm.weight has shape \[63\], expected \[64\]"),
+        (changed("fc.weight", lambda x: x.T), r"tensor fc.weight has shape \[192, 64\], expected \[64, 192\]"),
+        (changed("fc.weight", with_nan), r"tensor fc.weight has values not finite in float32"),
+        (changed("fc.weight", lambda x: x.long()), r"tensor fc.weight is stored as I64; give bfloat16"),
+        (changed("d2t", lambda x: x + 200), r"tensor d2t gives draft id \d+ the target's id \d+, which is not below 269"),
+        (changed("d2t", lambda x: x - 200), r"tensor d2t gives draft id 0 the target's id -\d+, which is not"),
+        (changed("d2t", lambda x: -torch.arange(DRAFT)), r"tensor d2t gives two draft ids the same id"),
+        (changed("d2t", lambda x: x * 0), r"tensors d2t and t2d disagree about the draft vocabulary"),
+        (changed("t2d", lambda x: ~x), r"tensors d2t and t2d disagree"),
+        (changed("t2d", lambda x: x[1:]), r"tensor t2d has shape \[268\], expected \[269\]"),
+    ],
+    "eagle": [
+        (setting(num_hidden_layers=3), r"^num_hidden_layers=3: eagle heads of one layer"),
+        (setting(truncated_vocab_size=50), r"^truncated_vocab_size=50"),
+        (setting(bias=True), r"tensor fc.bias is missing"),
+        (setting(model={"hidden_size": 32}, hidden_size=None), r"^hidden_size="),
+        (lambda _, t: t.update({"layers.0.input_layernorm.weight": torch.ones(H)}),
+         r"tensor layers.0.input_layernorm.weight is not part"),
+    ],
+    "mtp": [
+        (setting(num_hidden_layers=4), r"^num_hidden_layers=4: the target has 6"),
+        (setting(num_nextn_predict_layers=2), r"tensors model.mtp_layers.1.\S+, .* are missing"),
+        (setting(rope_interleave=True), r"^rope_interleave=True"),
+        (setting(partial_rotary_factor=0.25), r"^partial_rotary_factor=0.25"),
+        (renamed(f"{MIMO}mlp.up_proj.weight", f"{MIMO}mlp.experts.0.up_proj.weight"),
+         rf"tensor {MIMO}mlp.experts.0.up_proj.weight: a mixture of experts in a module of MTP is not supported yet"),
+        (renamed(f"{MIMO}self_attn.q_proj.weight", f"{MIMO}self_attn.q_a_proj.weight"),
+         rf"tensor {MIMO}self_attn.q_a_proj.weight: multi-head latent attention in a module"),
+        (changed(f"{MIMO}self_attn.q_proj.weight", lambda x: torch.cat([x, x])),
+         rf"tensor {MIMO}self_attn.q_proj.weight has 256 rows: gated attention in a module of MTP is not supported yet"),
+        (without(f"{MIMO}input_proj.weight"), rf"tensor {MIMO}input_proj.weight is missing"),
+    ],
+    "dflash": [
+        (setting(dflash_config={"mask_token_id": 7, "target_layer_ids": [1, 6]}), r"^target_layer_ids=\[1, 6\].*has -1 to 5"),
+        (setting(dflash_config={"target_layer_ids": [1, 2]}), r"^mask_token_id=None"),
+        (setting(dflash_config={"mask_token_id": 269, "target_layer_ids": [1, 4]}),
+         r"^mask_token_id=269: give an id of the target"),
+        (setting(block_size=1), r"^block_size=1: must be a whole number from 2 to 64"),
+        (setting(num_target_layers=36), r"^num_target_layers=36: the target has 6"),
+        (setting(layer_types=["full_attention", "sliding_attention"]), r"^layer_types=.*sliding windows in DFlash heads"),
+        (setting(sample_from_anchor=True), r"^sample_from_anchor=True"),
+        (setting(dflash_config={"mask_token_id": 7, "use_swa": True}), r"^use_swa=True"),
+        (without("layers.1.self_attn.k_norm.weight"), r"tensor layers.1.self_attn.k_norm.weight is missing"),
+    ],
+}  # fmt: skip
+
+
+def published_folder(method: str, folder: Path, change: Change = lambda _, __: None) -> Path:
+    """A folder of each method, changed."""
+    if method == "eagle3":
+        t = Eagle3().tensors()
+        eagle3_folder(folder, t)
+    elif method == "eagle":
+        t = Eagle1(bias=False).tensors()
+        write(folder, LLAMA | {"architectures": ["LlamaForCausalLM"]}, t)
+    elif method == "mtp":
+        t = MTP["MiMo"].tensors()
+        mtp_folder(folder, t)
+    else:
+        t = DFlash().tensors()
+        dflash_folder(folder, t, DFlash())
+    config = json.loads((folder / "config.json").read_text())
+    change(config, t)
+    return write(folder, config, t)
+
+
+@pytest.mark.parametrize(("method", "change", "message"), [(m, c, text) for m, of in REFUSED.items() for c, text in of])
+def test_refused(tmp_path: Path, target: Target, method: str, change: Change, message: str) -> None:
+    folder = published_folder(method, tmp_path, change)
+    with pytest.raises(LoadError, match=message):
+        loading.load(folder, layouts.read_config(folder, method, target.config), target)
+
+
+def test_a_folder_of_another_method_is_refused(tmp_path: Path, target: Target) -> None:
+    for holds in METHODS:
+        folder = published_folder(holds, tmp_path / holds)
+        layouts.read_config(folder, holds, target.config)
+        for method in METHODS:
+            if method != holds:
+                told = rf"^method='{method}': the folder holds a head of kind {holds} \(.*give method {holds}"
+                with pytest.raises(LoadError, match=told):
+                    layouts.read_config(folder, method, target.config)
+    with pytest.raises(SettingError, match=r"^method='medusa': give one of eagle, eagle3, mtp, dflash"):
+        layouts.read_config(tmp_path / "eagle", "medusa", target.config)
+    variant = Eagle3()
+    folder = speculators_folder(tmp_path / "peagle", variant.tensors(), variant, speculators_model_type="peagle")
+    with pytest.raises(LoadError, match=r"^method='eagle3': the folder holds a head of kind peagle"):
+        layouts.read_config(folder, "eagle3", target.config)
+
+
+def test_a_folder_without_a_head_is_refused(tmp_path: Path, target: Target, target_folder: Path) -> None:
+    for method in METHODS:
+        with pytest.raises(LoadError):
+            loading.load(target_folder, layouts.read_config(target_folder, method, target.config), target)
+    with pytest.raises(LoadError, match=r"has no config\.json"):
+        layouts.read_config(tmp_path, "eagle", target.config)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(LoadError, match=r"neither model\.safetensors nor"):
+        layouts.read_config(tmp_path, "eagle", target.config)
+    for broken in (b"no", b"\x80\x02cos\nsystem\n."):
+        (tmp_path / "pytorch_model.bin").write_bytes(broken)
+        with pytest.raises(LoadError, match=r"pytorch_model\.bin is not a file of tensors"):
+            layouts.read_config(tmp_path, "eagle", target.config)
+    torch.save([1], tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match=r"does not hold tensors by name"):
+        layouts.read_config(tmp_path, "eagle", target.config)
+    flash = dflash_folder(tmp_path / "flash", DFlash().tensors(), DFlash())
+    (flash / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(LoadError, match=r"mask_embedding\.pt"):
+        layouts.read_config(flash, "dflash", target.config)
+
+
+def test_a_copy_of_the_targets_matrices_is_not_kept(tmp_path: Path, target: Target) -> None:
+    variant = Eagle3(draft=VOCAB)
+    t = variant.tensors()
+    t |= {"embed_tokens.weight": target.weights.embedding.dense(), "lm_head.weight": target.weights.head.dense()}
+    t |= {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
+    head = loaded(eagle3_folder(tmp_path, t, variant), "eagle3", target)
+    assert head.weights.embedding is target.weights.embedding
+    assert head.weights.head is target.weights.head
+    shared = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+    assert head.bytes == sum(t[name].nbytes for name in t if name not in shared)
+    assert worst(head, variant.published(t, target), 3) < TIGHT
+
+
+def test_ids_past_the_tokenizer_are_not_drafted(tmp_path: Path, target_folder: Path) -> None:
+    """Of a vocabulary that is padded past the tokenizer the target keeps a part, and a head of its own keeps the same part."""
+    target = Target.load(target_folder, torch.float32, kernels=reference)
+    target.keep_vocabulary(250)
+    variant = Eagle3(draft=VOCAB)
+    head = loaded(eagle3_folder(tmp_path / "whole", variant.tensors(), variant), "eagle3", target)
+    assert head.logits(0, torch.zeros(1, H)).shape == (1, 250)
+    with pytest.raises(LoadError, match=r"tensor d2t gives draft id \d+ the target's id \d+, which is not below 250"):
+        loaded(eagle3_folder(tmp_path / "part", Eagle3().tensors()), "eagle3", target)
+
+
+def test_in_blocks_beside_a_target_in_blocks(tmp_path: Path, target_folder: Path) -> None:
+    """The head's matrices become Q8_0, and it computes about the same."""
+    target = Target.load(target_folder, torch.float32, quantization="int8")
+    variant = Eagle3()
+    t = variant.tensors()
+    head = loaded(eagle3_folder(tmp_path, t), "eagle3", target)
+    assert all(matrix.kind == "blocks" for m in head.weights.modules for matrix in m.layer.matrices())
+    assert head.weights.head.kind == head.weights.embedding.kind == "blocks"
+    matrices = sum(x.numel() for name, x in t.items() if x.dim() == 2)
+    vectors = sum(x.nbytes for name, x in t.items() if x.dim() == 1 and name != "t2d")
+    assert head.bytes == matrices // 32 * 34 + vectors
+    assert worst(head, variant.published(t, target), 3, steps=0) < LOOSE

@@ -18,6 +18,7 @@ from forerun.heads.chain import Chain, ChainWeights, Module
 from forerun.heads.config import HeadConfig
 from forerun.heads.files import open_checkpoint
 from forerun.heads.layouts import EMBEDDING, HEAD, KEPT, OFFSETS, VERIFIER, Names, names, settings
+from forerun.heads.trained import CHANCE, agreement, sample
 from forerun.models import rope
 from forerun.models.blocks import FORMATS, Blocks
 from forerun.models.decoder import PADDING, Target
@@ -151,13 +152,21 @@ def load(folder: Path, config: HeadConfig, target: Target) -> Chain | Block:
     weights = assemble(config, target, make, ids)
     if config.own_head and not config.mapped:
         weights = weights._replace(head=weights.head.narrow(0, target.vocab))
+    of_target = target.weights
+    if config.own_embedding:
+        _check_trained(folder, found.stored(EMBEDDING, checkpoint.stored), weights.embedding, of_target.embedding, None)
+    if config.own_head:
+        _check_trained(folder, found.stored(HEAD, checkpoint.stored), weights.head, of_target.head, ids)
     return _head(config, weights, target)
 
 
 def random(config: HeadConfig, target: Target, seed: int = 0) -> Chain | Block:
     """A head of this shape with random weights, for tests and benchmarks. Their scale keeps activations from vanishing or
-    exploding."""
+    exploding. An embedding and a vocabulary head are the target's with noise, so that `load` takes them for trained ones."""
     generator = torch.Generator(target.device).manual_seed(seed)
+    ids = None
+    if config.mapped:
+        ids = torch.linspace(0, target.vocab - 1, config.draft_vocab, device=target.device, dtype=torch.float64).long()
 
     def make(place: Place) -> Matrix | Tensor:
         rows = sum(place.rows)
@@ -166,13 +175,15 @@ def random(config: HeadConfig, target: Target, seed: int = 0) -> Chain | Block:
             return torch.full((rows,), value, dtype=target.dtype, device=target.device)
         values = torch.empty(rows, place.columns, dtype=target.dtype, device=target.device)
         values.normal_(0, place.columns**-0.5, generator=generator)
+        near = {EMBEDDING: target.weights.embedding, HEAD: target.weights.head}.get(place.names[0])
+        if near is not None and near.columns == place.columns:
+            rows_of = torch.arange(rows, device=target.device) if ids is None or place.names[0] == EMBEDDING else ids
+            theirs = near.embed(rows_of.clamp(max=near.rows - 1))
+            values.mul_(0.3 * place.columns**0.5 * theirs.float().std().to(target.dtype)).add_(theirs)
         if target.quantization is not None and place.columns % FORMATS[FORMAT][0] == 0:
             return Blocks.quantize(values, FORMAT, target.dtype)
         return Dense(values)
 
-    ids = None
-    if config.mapped:
-        ids = torch.linspace(0, target.vocab - 1, config.draft_vocab, device=target.device, dtype=torch.float64).long()
     return _head(config, assemble(config, target, make, ids), target)
 
 
@@ -239,6 +250,21 @@ def _ids(checkpoint: Source, config: HeadConfig, found: Names, target: Target) -
     if bool(offsets.any()):
         raise unusable(folder, f"tensor {OFFSETS} is not 0 though the draft vocabulary is the target's; fetch the head again")
     return None
+
+
+def _check_trained(folder: Path, name: str, matrix: Matrix, of_target: Matrix, ids: Tensor | None) -> None:
+    """Raise LoadError if a vocabulary head or an embedding is zero or random. ids: the target's, of its rows."""
+    at = sample(min(matrix.rows, of_target.rows) if ids is None else matrix.rows)
+    at = at.to(next(iter(matrix.stored.values())).device)
+    rows, theirs = matrix.embed(at), of_target.embed(at if ids is None else ids[at])
+    zero = int((rows == 0).all(1).sum())
+    if zero > len(at) // 2:
+        raise unusable(folder, f"tensor {name} is zero in {zero} of {len(at)} rows; fetch the checkpoint of a trained head")
+    found = agreement(rows, theirs)
+    if found is not None and found < CHANCE:
+        why = "tokens that are alike for the target are not alike in it"
+        told = f"({found:.1f} standard deviations from chance, trained ones more than {CHANCE:g})"
+        raise unusable(folder, f"tensor {name} looks random: {why} {told}; fetch the checkpoint of a trained head")
 
 
 def _is_copy(checkpoint: Source, name: str, matrix: Matrix, target: Target) -> bool:
