@@ -570,7 +570,8 @@ def test_mtp_in_the_targets_own_folder(tmp_path: Path) -> None:
     """A MiMo is a Qwen2 with modules: the target leaves their tensors alone, and the head reads no others. A tensor that is
     neither is surplus still."""
     kinds = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "rope_theta": THETA}
-    sizes: dict[str, Any] = {"hidden": H, "heads": HEADS, "kv_heads": KV, "head_dim": D, "intermediate": INNER, "layers": LAYERS}
+    sizes: dict[str, Any] = {"hidden": H, "heads": HEADS, "kv_heads": KV, "head_dim": D, "intermediate": INNER}
+    sizes["layers"] = LAYERS
     folder = tiny_model(tmp_path / "mimo", "qwen2", **sizes, config=kinds)
     plain = Target.load(tiny_model(tmp_path / "qwen2", "qwen2", **sizes, config={"rope_theta": THETA}), torch.float32)
     variant = MTP["MiMo"]
