@@ -20,6 +20,7 @@ from forerun.heads.block import Block
 from forerun.heads.chain import Chain
 from forerun.llm import LLM
 from forerun.models.decoder import KVCache, Target
+from forerun.models.files import MANIFEST
 from forerun.types import Draft, LoadError, Request, SamplingParams, SettingError
 from forerun.verify.sampling import SamplingState
 from tests import test_heads
@@ -186,5 +187,8 @@ def test_an_llm_drafts_with_a_head_from_a_folder(tmp_path: Path) -> None:
     assert llm.stats.drafts.drafted > 30
     with pytest.raises(LoadError, match="mtp"):
         LLM(model, speculative_config="mtp", **small)
+    in_gguf = tmp_path / "gguf"
+    in_gguf.mkdir()
+    (in_gguf / MANIFEST).write_text("{}")
     with pytest.raises(SettingError, match="gguf file holds no MTP"):
-        LLM(None, speculative_config="mtp", **small)
+        LLM(model._replace(folder=in_gguf), speculative_config="mtp", **small)

@@ -28,6 +28,7 @@ from forerun.models.decoder import Target
 ARMS = (("eagle3", 2), ("eagle3", 4), ("eagle3", 7), ("mtp", 4), ("eagle", 4), ("dflash", 4), ("dflash", 7))
 
 
+@torch.inference_mode()
 def steps(target: Target, rows: list[int], context: int = 512) -> list[dict[str, Any]]:
     cells = []
     for method, k in (("plain", 0), ("ngram", 2), ("ngram", 4), ("ngram", 7), *ARMS):
@@ -45,6 +46,7 @@ def steps(target: Target, rows: list[int], context: int = 512) -> list[dict[str,
     return cells
 
 
+@torch.inference_mode()
 def kernels(target: Target, context: int = 512) -> list[dict[str, Any]]:
     """The launches of a replay, in their order of time spent."""
     it = engine(target, Speculation("eagle3", 4, model="random"), 1, head=loading.random(head_shape(target, "eagle3"), target))
