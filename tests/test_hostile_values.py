@@ -166,6 +166,7 @@ PARAMS = {
     "prediction": Values(
         "the text that is expected", NOT_TEXT, [("", ""), (np.str_("x"), "x"), (None, None)]
     ),
+    "detokenize": flags(True),
 }  # fmt: skip
 
 SPECULATION = {

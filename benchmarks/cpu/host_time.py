@@ -18,7 +18,7 @@ import platform
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from forerun.config import EngineConfig, Speculation
 from forerun.drafters.ngram import DeviceNgram
 from forerun.engine.cycle import PROMPT, Key, Report
 from forerun.engine.engine import Engine
-from forerun.engine.text import Detokenizer
+from forerun.engine.text import Detokenizer, NoText
 from forerun.models import hub, tokenizer
 from forerun.models.config import ModelConfig, Rope
 from forerun.models.decoder import Target
@@ -39,19 +39,6 @@ NGRAM = Speculation("ngram", 4, 2, 5)
 PROMPT_TOKENS, STEPS, REPETITIONS = 20, 100, 5
 LONGEST = PROMPT_TOKENS + 1 + 5 * (STEPS * REPETITIONS + 20)
 VOCAB = 49152
-
-
-class NoText:
-    """A detokenizer for random ids: it gives no text."""
-
-    def push(self, ids: list[int]) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-    def mark(self, strings: Collection[str]) -> Sequence[tuple[int, str, str]]:
-        return ()
 
 
 def engine(rows: int, speculation: Speculation | None, detokenizer: Callable[[], Detokenizer]) -> Engine:

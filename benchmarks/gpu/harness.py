@@ -22,6 +22,7 @@ from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.cycle import decode_key
 from forerun.engine.engine import Engine, EngineStats
 from forerun.engine.layouts import step_widths
+from forerun.engine.text import NoText
 from forerun.heads.config import HeadConfig
 from forerun.models.config import ModelConfig, Rope
 from forerun.models.decoder import Target
@@ -49,16 +50,6 @@ ARMS: dict[str, Speculation | None] = {
     "draft_model k=4": OWN,
     "draft_model k=4, drawn": DRAWN,
 }
-
-
-class NoText:
-    """A detokenizer for random ids: it gives no text."""
-
-    def push(self, ids: list[int]) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 def synchronize() -> None:

@@ -259,7 +259,8 @@ class LLM:
         LOG.info(self.engine.capacity())
         self._numbers = itertools.count()
         self._idle_drafter = IdleDrafter(speculation, config.max_num_seqs, context)
-        self._end_ids = tuple(dict.fromkeys((*loaded.target.config.eos_ids, *tokenizer.end_ids)))
+        # the tokens that end an answer, unless ignore_eos
+        self.end_ids = tuple(dict.fromkeys((*loaded.target.config.eos_ids, *tokenizer.end_ids)))
 
     @staticmethod
     def load(
@@ -464,7 +465,7 @@ class LLM:
                 'this engine does not use it; start it with speculative_config "prediction"',
             )
         banned = params.banned_token_ids + tuple(ids for word in params.bad_words for ids in self._spellings(word))
-        stop = params.stop_token_ids + (() if params.ignore_eos else self._end_ids)
+        stop = params.stop_token_ids + (() if params.ignore_eos else self.end_ids)
         prediction = tuple(tokenizer.encode(params.prediction, add_special_tokens=False)) if params.prediction else ()
         self._idle_drafter.asked(len(prompt), bool(prediction))
         number = next(self._numbers)

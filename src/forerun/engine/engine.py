@@ -29,7 +29,7 @@ from forerun.engine.scheduler import Scheduler, Sequence
 from forerun.engine.state import RowState
 from forerun.engine.stats import DraftStats
 from forerun.engine.step import Committed, InFlight, Step, Times
-from forerun.engine.text import Detokenizer, TextStream
+from forerun.engine.text import Detokenizer, NoText, TextStream
 from forerun.kernels import cpu
 from forerun.kernels.cpu_threads import only_this_thread
 from forerun.models.decoder import KVCache, Target
@@ -286,7 +286,8 @@ class Engine:
             f"prompt and answer are {most} tokens and the KV cache holds {self.kv_tokens}; raise kv_cache_tokens",
         )
         params = request.params
-        text = TextStream(self._detokenizer(), params.stop, params.include_stop_str_in_output)
+        detokenizer = self._detokenizer() if params.detokenize else NoText()
+        text = TextStream(detokenizer, params.stop, params.include_stop_str_in_output)
         with Uninterrupted():
             sequence = self.scheduler.add(request)
             self._live[request.id], self._texts[request.id] = sequence, text

@@ -18,6 +18,19 @@ class Detokenizer(Protocol):
         character, and `push` returns it for the token from now on."""
 
 
+class NoText:
+    """In place of a detokenizer where no text is wanted."""
+
+    def push(self, ids: list[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+    def mark(self, strings: Collection[str]) -> Sequence[tuple[int, str, str]]:
+        return ()
+
+
 class TextStream:
     """Text is given out as soon as it cannot become part of a stop string. A stop string may name special tokens, which are no
     part of the text: it is found where these tokens come, and where ordinary tokens spell their names. In the search a special
