@@ -15,18 +15,19 @@ from forerun.engine.state import RowState
 from forerun.types import Request, SamplingParams
 
 
-def naive(text: list[int], min_n: int, max_n: int, k: int, latest: bool = False) -> list[int]:
-    """The definition: every n from long to short, every earlier start from the left (or, wrongly, from the right)."""
+def naive(text: list[int], min_n: int, max_n: int, k: int, latest: bool = False) -> tuple[list[int], int]:
+    """The definition: every n from long to short, every earlier start from the left (or, wrongly, from the right). The draft
+    and the length of the match."""
     size = len(text)
     for n in range(max_n, min_n - 1, -1):
         starts = range(size - n)
         for start in reversed(starts) if latest else starts:
             if text[start : start + n] == text[size - n :]:
-                return text[start + n : start + n + k]
-    return []
+                return text[start + n : start + n + k], n
+    return [], 0
 
 
-def on_host(text: list[int], min_n: int, max_n: int, k: int, steps: list[int]) -> list[int]:
+def on_host(text: list[int], min_n: int, max_n: int, k: int, steps: list[int]) -> tuple[list[int], int]:
     """Index the text as it would arrive, a prompt and then a few tokens at a time."""
     index, at = NgramIndex(min_n, max_n), 0
     for step in steps:
@@ -35,13 +36,13 @@ def on_host(text: list[int], min_n: int, max_n: int, k: int, steps: list[int]) -
     return index.propose(np.array(text, dtype=np.int64), k)
 
 
-def on_tensors(texts: list[list[int]], min_n: int, max_n: int, k: int, stale: int, width: int) -> list[list[int]]:
+def on_tensors(texts: list[list[int]], min_n: int, max_n: int, k: int, stale: int, width: int) -> list[tuple[list[int], int]]:
     tokens = torch.full((len(texts), width), stale)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = torch.tensor(text, dtype=torch.int64)
-    drafts, size = match(tokens, torch.tensor([len(t) for t in texts]), min_n, max_n, k)
+    drafts, size, longest = match(tokens, torch.tensor([len(t) for t in texts]), min_n, max_n, k)
     assert drafts.shape == (len(texts), k)
-    return [d[:n] for d, n in zip(drafts.tolist(), size.tolist(), strict=True)]
+    return [(d[:n], m) for d, n, m in zip(drafts.tolist(), size.tolist(), longest.tolist(), strict=True)]
 
 
 texts = st.integers(1, 4).flatmap(lambda top: st.lists(st.integers(0, top), max_size=60))
@@ -76,15 +77,15 @@ def test_tensors_agree_with_the_definition(batch: list[list[int]], n: list[int],
     ],
 )
 def test_worked_examples(text: list[int], n: tuple[int, int], k: int, draft: list[int]) -> None:
-    assert naive(text, *n, k) == draft
-    assert on_host(text, *n, k, [3]) == draft
-    assert on_tensors([text], *n, k, 0, len(text) + 1) == [draft]
+    assert naive(text, *n, k)[0] == draft
+    assert on_host(text, *n, k, [3]) == naive(text, *n, k)
+    assert on_tensors([text], *n, k, 0, len(text) + 1) == [naive(text, *n, k)]
 
 
 def test_taking_the_latest_occurrence_would_be_noticed() -> None:
     rng = np.random.default_rng(0)
     drawn = [rng.integers(0, 3, 40).tolist() for _ in range(50)]
-    wrong = sum(naive(t, 2, 3, 4, latest=True) != on_host(t, 2, 3, 4, []) for t in drawn)
+    wrong = sum(naive(t, 2, 3, 4, latest=True)[0] != on_host(t, 2, 3, 4, [])[0] for t in drawn)
     assert wrong > 25
 
 
@@ -107,7 +108,7 @@ def test_drafters_follow_the_slots_and_the_row_limits(kind: type[Ngram] | type[D
         assert draft.probs is None and draft.tokens.shape == (3, 4)
         for row, slot in enumerate((3, 0, 2)):
             k = int(rows.k[row])
-            assert draft.tokens[row, : draft.size[row]].tolist() == (naive(text[slot], 1, 3, k) if k else [])
+            assert draft.tokens[row, : draft.size[row]].tolist() == (naive(text[slot], 1, 3, k)[0] if k else [])
         new = torch.from_numpy(rng.integers(0, 4, (3, 5)))
         count = torch.from_numpy(rng.integers(1, 5, 3))
         slots.commit(rows.slot, new, count)

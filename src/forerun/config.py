@@ -93,7 +93,9 @@ class Speculation:
     ngram: the suffix looked up has prompt_lookup_min .. prompt_lookup_max tokens; if one is unset, it takes the other's value.
     suffix: the four suffix_decoding_* settings; suffix_decoding_max_cached_requests 0 turns the shared tree off.
     draft_model: model; max_model_len, to shorten its context; draft_sample_method, greedy or probabilistic.
-    eagle, eagle3, mtp, dflash: model, the head's checkpoint (mtp: None means the target's own); draft_sample_method.
+    eagle, eagle3, mtp, dflash: model, the head's checkpoint (mtp: None means the target's own); draft_sample_method. If either
+    prompt_lookup_* is set, the look-up of ngram drafts beside the head: for each row and step the one that is expected to bring
+    more tokens drafts.
     rejection_sample_method: standard, or block (block verification); it makes a difference for drafts with probabilities only.
     num_speculative_tokens_per_batch_size: [[low, high, k], ...]; k applies while low .. high sequences run (0: no drafts).
     checks.py says how values are converted. A setting that the method does not read is an error. Raises SettingError.
@@ -119,8 +121,8 @@ class Speculation:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             require(field.name in read or value == field.default, field.name, value, _unread(self.method))
-        if "prompt_lookup_min" in read:
-            low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if "prompt_lookup_min" in read and (self.method not in HEADS or low or high):
             low, high = low or high or NGRAM_DEFAULT, high or low or NGRAM_DEFAULT
             require(low <= high, "prompt_lookup_min", low, f"give at most prompt_lookup_max, for instance {high}")
             object.__setattr__(self, "prompt_lookup_min", low)
@@ -141,7 +143,7 @@ class Speculation:
             "suffix": {f.name for f in dataclasses.fields(Speculation) if f.name.startswith("suffix_")},
             "draft_model": {"model", "max_model_len", "draft_sample_method"},
             "prediction": set(),
-            **{head: {"model", "draft_sample_method"} for head in HEADS},
+            **{head: {"model", "draft_sample_method", "prompt_lookup_min", "prompt_lookup_max"} for head in HEADS},
         }
         return frozenset(
             {"method", "num_speculative_tokens", "rejection_sample_method", "num_speculative_tokens_per_batch_size"}

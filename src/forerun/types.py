@@ -153,13 +153,14 @@ class Draft(NamedTuple):
     tokens: [B,K] int64, undefined past a row's size. size: [B] int64, 0 for a row without a draft.
     probs: [B,K,V] float32, the distributions that the tokens were drawn from; None: point masses.
     confidence: [B,K] float32, the drafter's estimate of the probability that this token and all before it are accepted; None:
-    the drafter has no estimate.
+    the drafter has no estimate. cheap: [B,K] float32, the same of the draft that it would have made without a pass of a model.
     """
 
     tokens: Tensor
     size: Tensor
     probs: Tensor | None = None
     confidence: Tensor | None = None
+    cheap: Tensor | None = None
 
 
 class Verdict(NamedTuple):

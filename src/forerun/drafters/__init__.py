@@ -8,6 +8,7 @@ the step was read, so the next step is launched only after that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -22,23 +23,44 @@ class Needs(NamedTuple):
     """What a drafter needs from the engine. device: it works on tensors only, of fixed shape with the padded layout; layers:
     the target's hidden states that it observes, 0 .. number of layers, each the input of that layer (the last: of the final
     norm); kv_bytes_per_token: of its own keys and values under the target's page numbers; weight_bytes: of its own weights;
-    look_up: (min_n, max_n, vocab) of an n-gram look-up, which the commit kernel may do instead of `propose`."""
+    look_up: (min_n, max_n, vocab) of an n-gram look-up, which the commit kernel may do instead of `propose`; pass_tokens:
+    drafted tokens of a row that one pass of a model makes, 0: drafting takes no pass; skips: a launch may leave the passes out;
+    cheap: it then has other drafts."""
 
     device: bool = False
     layers: tuple[int, ...] = ()
     kv_bytes_per_token: int = 0
     weight_bytes: int = 0
     look_up: tuple[int, int, int] | None = None
+    pass_tokens: int = 0
+    skips: bool = False
+    cheap: bool = False
+
+
+class Worth(NamedTuple):
+    """What decides whether another pass of a drafter pays. rate: tokens a second; position: seconds of verifying one position
+    more; passes: seconds of a pass over so many rows."""
+
+    rate: float
+    position: float
+    passes: Callable[[int], float]
 
 
 class Rows(NamedTuple):
     """Rows to draft for. slot: [B] int64; k: [B] int64, tokens to draft at most, 0 allowed; width: no k is larger; features:
-    sampling features of these rows, for drafts that are drawn."""
+    sampling features of these rows, for drafts that are drawn; passes: whether passes of a model may be made; worth: what they
+    are worth, None: each draft is as long as may be; going: on the host, (i, tokens [B,K], chances [B,K] of each token) -> [B]
+    bool, which rows draft on after i tokens, None: all.
+
+    Each draft ends at k tokens."""
 
     slot: Tensor
     k: Tensor
     width: int
     features: Features = Features(sampled=True)
+    passes: bool = True
+    worth: Worth | None = None
+    going: Callable[[int, Tensor, Tensor], Tensor] | None = None
 
 
 class Observed(NamedTuple):
@@ -112,4 +134,4 @@ class Stateless:
         """Nothing to do: the state holds the tokens."""
 
 
-__all__ = ["Draft", "Drafter", "Needs", "Observed", "Request", "RowState", "Rows", "Stateless"]
+__all__ = ["Draft", "Drafter", "Needs", "Observed", "Request", "RowState", "Rows", "Stateless", "Worth"]

@@ -79,7 +79,7 @@ class ChainDrafter(Stateless):
         # the same of all positions, [pages, block_size, H], for all modules but the last
         shape, kept = (kv.pages, kv.block_size, hidden), (count - 1) * hidden * dtype.itemsize
         self._outputs = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count - 1)]
-        self.needs = Needs(True, head.config.states, head.kv_bytes_per_token + kept, head.bytes)
+        self.needs = Needs(True, head.config.states, head.kv_bytes_per_token + kept, head.bytes, pass_tokens=1)
 
     def observe(self, seen: Observed) -> None:
         at = window(seen, self._state, self._padded)
@@ -112,8 +112,12 @@ class ChainDrafter(Stateless):
         on = torch.arange(len(length), device=length.device)  # the rows that still draft
         outputs = self._feature[0, rows.slot][:, None]  # [B,c,H] of the last c positions, from the module of the last token
         for i in range(rows.width):
+            if i and rows.going is not None:
+                size = torch.where(rows.going(i, chosen.tokens, chosen.chances), size, size.clamp(max=i))
             if not self._padded and not bool((going := size[on] > i).all()):
                 on, outputs = on[going], outputs[going]
+                if not len(on):
+                    break
             module = min(i, len(self._feature) - 1)
             if i:
                 outputs = self._pass(module, i, rows.slot[on], length[on], chosen.tokens[on, :i], outputs, rows.k[on] > 0)

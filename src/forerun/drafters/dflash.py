@@ -26,7 +26,8 @@ class DFlash(Stateless):
     ) -> None:
         """kv: a layer for each of the head's, with as many pages as the target's; drawn: draw the drafts and give their
         probabilities."""
-        self.needs = Needs(True, head.config.states, head.kv_bytes_per_token, head.bytes)
+        width = state.draft.shape[1]
+        self.needs = Needs(True, head.config.states, head.kv_bytes_per_token, head.bytes, pass_tokens=width)
         self._head, self._kv, self._state, self._padded = head, kv, state, padded
         self._sampling, self._drawn = sampling, drawn
 
@@ -40,7 +41,7 @@ class DFlash(Stateless):
         state, head, width = self._state, self._head, self._state.draft.shape[1]
         length, size = state.length[rows.slot], rows.k.clamp(max=width)
         chosen = Choice(rows._replace(width=width), length, state, self._sampling, head.kernels, head.weights.ids, self._drawn)
-        if not rows.width:
+        if not rows.width or (not self._padded and not bool(size.any())):
             return chosen.draft(size)
         count, block = len(length), width + 1
         positions = (length - 1)[:, None] + torch.arange(block, device=length.device)  # [B,K+1]

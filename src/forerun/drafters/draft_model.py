@@ -32,7 +32,7 @@ class DraftModel(Stateless):
         """kv: with as many pages as the target's; vocab: only ids below it are drafted; drawn: draw the drafts and give their
         probabilities; limit: the drafter's context; budget: tokens of a forward pass at most. With the padded layout the limit
         is at least the engine's max_model_len, since the device does not check it."""
-        self.needs = Needs(True, kv_bytes_per_token=model.kv_bytes_per_token, weight_bytes=model.bytes)
+        self.needs = Needs(True, kv_bytes_per_token=model.kv_bytes_per_token, weight_bytes=model.bytes, pass_tokens=1)
         self._model, self._kv, self._state, self._sampling = model, kv, state, sampling
         self._vocab, self._drawn, self._padded = vocab, drawn, padded
         self._limit, self._budget = limit, budget

@@ -45,24 +45,27 @@ class NgramIndex:
                 first.update(zip(reversed(keys), reversed(ends), strict=True))
         self.size = len(text)
 
-    def find(self, text: np.ndarray) -> int | None:
-        """Where the earliest occurrence of the longest suffix ends, None if none occurred before. text: what was indexed."""
+    def find(self, text: np.ndarray) -> tuple[int, int]:
+        """Where the earliest occurrence of the longest suffix ends, and the suffix's length; 0, 0 if none occurred before.
+        text: what was indexed."""
         for n in reversed(self.lengths):
             if n < len(text):
                 end = self.first[n][text[-n:].astype("<i4").tobytes()]  # the suffix itself is indexed, so it is there
                 if end < len(text):
-                    return end
-        return None
+                    return end, n
+        return 0, 0
 
-    def propose(self, text: np.ndarray, k: int) -> list[int]:
-        """Index what is new of text, [N] integers, and draft up to k tokens behind it."""
+    def propose(self, text: np.ndarray, k: int) -> tuple[list[int], int]:
+        """Index what is new of text, [N] integers, and draft up to k tokens behind it. Also the length of the match, 0 if there
+        is none."""
         self.catch_up(text)
-        end = self.find(text)
-        return [] if end is None else text[end : end + k].tolist()
+        end, n = self.find(text)
+        return (text[end : end + k].tolist() if n else []), n
 
 
-def match(tokens: Tensor, length: Tensor, min_n: int, max_n: int, k: int) -> tuple[Tensor, Tensor]:
-    """The same look-up without waiting for the device: tokens [B,L], length [B] -> drafts [B,k], size [B].
+def match(tokens: Tensor, length: Tensor, min_n: int, max_n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same look-up without waiting for the device: tokens [B,L], length [B] -> drafts [B,k], size [B], and the length of
+    the match [B], 0 if there is none.
 
     For every position it counts how many tokens before it agree with the suffix, from the last one backwards: max_n comparisons
     of [B,L]. Tokens past a row's length have no effect; drafts past a row's size are undefined.
@@ -82,7 +85,7 @@ def match(tokens: Tensor, length: Tensor, min_n: int, max_n: int, k: int) -> tup
     best, index = key.max(1, keepdim=True)  # [B,1]
     at = index + 1 + torch.arange(k, device=tokens.device)  # [B,k]
     size = torch.where(best >= 0, (length - index - 1).clamp(max=k), 0)[:, 0]
-    return tokens.gather(1, at.clamp(max=width - 1)), size
+    return tokens.gather(1, at.clamp(max=width - 1)), size, torch.where(best >= 0, best // (width + 1), 0)[:, 0]
 
 
 class Ngram(Stateless):
@@ -108,7 +111,7 @@ class Ngram(Stateless):
     def propose(self, rows: Rows) -> Draft:
         drafts: list[list[int]] = []
         for slot, k in zip(rows.slot.tolist(), rows.k.tolist(), strict=True):
-            drafts.append(self.index[slot].propose(self.state.history(slot), k) if k else [])
+            drafts.append(self.index[slot].propose(self.state.history(slot), k)[0] if k else [])
         return pack(drafts, rows.width, self.vocab)
 
 
@@ -122,6 +125,7 @@ class DeviceNgram(Stateless):
         self.needs = Needs(device=True, look_up=(self.min_n, self.max_n, vocab))
 
     def propose(self, rows: Rows) -> Draft:
-        tokens, size = match(self.state.tokens[rows.slot], self.state.length[rows.slot], self.min_n, self.max_n, rows.width)
+        given = (self.state.tokens[rows.slot], self.state.length[rows.slot], self.min_n, self.max_n, rows.width)
+        tokens, size, _ = match(*given)
         known = (tokens < self.vocab).cumprod(1).sum(1)  # [B]
         return Draft(tokens, torch.minimum(torch.minimum(size, rows.k), known))

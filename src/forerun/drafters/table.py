@@ -10,6 +10,7 @@ from forerun.drafters import Drafter
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.dflash import DFlash
 from forerun.drafters.draft_model import DraftModel
+from forerun.drafters.measured import LookUp, Measured
 from forerun.drafters.ngram import DeviceNgram, Ngram
 from forerun.drafters.prediction import Prediction
 from forerun.drafters.suffix import Suffix
@@ -70,13 +71,21 @@ def _head(s: Speculation, c: DrafterContext) -> Drafter:
     require(s.method != "dflash" or k <= most, "num_speculative_tokens", k, remedy)
     kv = KVCache(config.decoder, c.kv.pages, c.kv.block_size, c.head.weights.dtype, c.state.length.device)
     if isinstance(c.head, Block):
-        return DFlash(c.head, kv, c.state, c.sampling, drawn, c.padded)
+        return _measured(DFlash(c.head, kv, c.state, c.sampling, drawn, c.padded), s, c)
     kind = ChainDrafter
     if len(c.head.weights.modules) == 1 and c.head.kernels is not reference and c.state.length.device.type == "cuda":
         from forerun.drafters.fused_chain import FusedChain  # needs triton, which comes with torch for CUDA
 
         kind = FusedChain
-    return kind(c.head, kv, c.state, c.sampling, drawn, c.padded)
+    return _measured(kind(c.head, kv, c.state, c.sampling, drawn, c.padded), s, c)
+
+
+def _measured(model: Drafter, s: Speculation, c: DrafterContext) -> Drafter:
+    """The drafter with measured confidence, and with a look-up beside it if one is wanted."""
+    look_up = None
+    if s.prompt_lookup_min is not None and s.prompt_lookup_max is not None:
+        look_up = LookUp(s.prompt_lookup_min, s.prompt_lookup_max, c.vocab)
+    return Measured(model, c.state, look_up, s.draft_sample_method == "probabilistic", c.padded)
 
 
 TABLE: dict[str, Callable[[Speculation, DrafterContext], Drafter]] = {

@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +68,34 @@ class Costs:
     def __call__(self, positions: np.ndarray, rows: int, context: float) -> np.ndarray:
         """Seconds [S] of steps with these positions [S]. rows: of each step; context: mean tokens of a row."""
         return self.bare(positions) + rows * context * np.interp(positions / rows, self._widths, self._slopes)
+
+
+class PassCosts:
+    """Seconds of a drafter's pass, interpolated linearly between measured numbers of rows."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        """seconds: by rows, at least one."""
+        self._rows = sorted(seconds)
+        self._seconds = np.maximum.accumulate([seconds[rows] for rows in self._rows])
+
+    def __call__(self, rows: int) -> float:
+        last = self._rows[-1]  # behind it a row costs its share
+        return float(np.interp(rows, self._rows, self._seconds)) * max(rows / last, 1.0)
+
+
+def pass_costs(run: Callable[[int], object], most: int, clock: Callable[[], float] = time.perf_counter) -> PassCosts:
+    """Time passes of 1, 8 and `most` rows, the minimum of a few. run(rows): makes one pass. Two passes of `most` rows that take
+    more than LIMIT_S are the last."""
+    best, start = dict[int, float](), clock()
+    for number in range(1 + ROUNDS):  # the first round only warms up
+        for rows in sorted({1, min(8, most), most}):
+            begin = clock()
+            run(rows)
+            if number or rows not in best:
+                best[rows] = min(clock() - begin, best.get(rows, math.inf) if number > 1 else math.inf)
+        if clock() - start > LIMIT_S / 2 and number:
+            break
+    return PassCosts(best)
 
 
 def step_costs(

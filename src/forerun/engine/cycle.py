@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.device import send
-from forerun.drafters import Drafter, Observed, Rows
+from forerun.drafters import Drafter, Observed, Rows, Worth
 from forerun.engine.commit import commit, commit_on_host
 from forerun.engine.state import RowState
 from forerun.kernels import Batch, Kernels
@@ -42,7 +42,8 @@ DRAWN = Features(sampled=True)  # features with which drafts are drawn where lau
 
 class Key(NamedTuple):
     """The shapes and the work of a launch. rows: padded batch size; tokens: positions computed, padding included; width: draft
-    tokens of a row at most; top: logprobs reported for each token (-1: none, 0: the chosen token's only)."""
+    tokens of a row at most; top: logprobs reported for each token (-1: none, 0: the chosen token's only); passes: whether the
+    drafter may make passes of its model."""
 
     layout: str
     rows: int
@@ -50,25 +51,34 @@ class Key(NamedTuple):
     width: int
     features: Features = GREEDY
     top: int = -1
+    passes: bool = True
+
+    @property
+    def bare(self) -> Key:
+        """The same launch without sampling and logprobs."""
+        return self._replace(features=GREEDY, top=-1)
 
 
-def decode_key(rows: int, width: int, drafts: int | None = None, features: Features = GREEDY, top: int = -1) -> Key:
+def decode_key(
+    rows: int, width: int, drafts: int | None = None, features: Features = GREEDY, top: int = -1, passes: bool = True
+) -> Key:
     """The key of a decode launch. drafts: drafts of all rows together, None: `width` for each row."""
     if drafts is None:
-        return Key(UNIFORM, rows, rows * (width + 1), width, features, top)
-    return Key(SHARED, rows, rows + drafts, width, features, top)
+        return Key(UNIFORM, rows, rows * (width + 1), width, features, top, passes)
+    return Key(SHARED, rows, rows + drafts, width, features, top, passes)
 
 
 class Report(NamedTuple):
     """What a launch tells the host. tokens: [B,W+1]; counts: [B,5], tokens committed, drafted, accepted, 1 if broken logits
     ended the row after them, and the size of the next draft; logprobs: of the tokens [B,W+1], with ids and values of the
-    likeliest [B,W+1,top], None if no request wants them; confidence: [B,K] float32, survival probabilities of the next draft,
-    None if the drafter gives none."""
+    likeliest [B,W+1,top], None if no request wants them; confidence, cheap: [B,K] float32 each, survival probabilities of the
+    next draft and of the one without passes (types.Draft), None if the drafter gives none."""
 
     tokens: Tensor
     counts: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
     confidence: Tensor | None = None
+    cheap: Tensor | None = None
 
 
 class Layout(NamedTuple):
@@ -101,7 +111,9 @@ class Times(NamedTuple):
 
 
 class Cycle:
-    """classes: the features whose launches are captured before the first request. times: host seconds of the last launch."""
+    """classes: the features whose launches are captured before the first request. times: host seconds of the last launch.
+    worth: with the exact layout, what another pass of the drafter is worth in the next launch; None: drafts are as long as may
+    be."""
 
     classes: tuple[Features, ...] = (GREEDY,)
 
@@ -114,6 +126,7 @@ class Cycle:
         self.drawn = state.draft_probs is not None
         self.width = state.draft.shape[1]
         self.times = Times(0.0, 0.0, 0.0)
+        self.worth: Worth | None = None
         self._accept = accept_block if block else accept_ratio
         self._layers = drafter.needs.layers if drafter is not None else ()
         self._starts: dict[tuple[int, int], Tensor] = {}  # (rows, width) -> [B+1] int32, where each row's tokens start
@@ -138,14 +151,14 @@ class Cycle:
         counts = commit_on_host(self.state, *block) if key.layout == EXACT else self._commit(*block)
         logprobs = self._logprobs(key, layout, seen.logits, tokens)
         verified = time.perf_counter()
-        confidence = None
+        confidence = cheap = None
         if self.drafter is not None:
             width = key.width + 1 if key.layout == UNIFORM else None
             committed, run = counts[:, 0], kernels or self.target.kernels
             self.drafter.observe(Observed(layout.rows, layout.batch, layout.pending, committed, seen.hidden, run, width))
-            confidence = self._draft(key, layout, counts)
+            confidence, cheap = self._draft(key, layout, counts)
         self.times = Times(time.perf_counter() - verified, computed - start, verified - computed)
-        return Report(tokens, counts, logprobs, confidence)
+        return Report(tokens, counts, logprobs, confidence, cheap)
 
     # Lay out
 
@@ -303,23 +316,27 @@ class Cycle:
 
     # Observe and draft
 
-    def _draft(self, key: Key, layout: Layout, counts: Tensor) -> Tensor | None:
-        """Draft for the next step. Return Report.confidence."""
+    def _draft(self, key: Key, layout: Layout, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Draft for the next step. Return Report.confidence and Report.cheap."""
         if self.drafter is None or self.width == 0 or not len(layout.slot):
-            return None
-        features = key.features if key.layout == EXACT else DRAWN
-        confidence = self.draft(layout.slot, layout.wanted, features)
+            return None, None
+        exact = key.layout == EXACT
+        features, worth = key.features if exact else DRAWN, self.worth if exact else None
+        draft = self.draft(layout.slot, layout.wanted, features, key.passes, worth)
         counts[:, NEXT_DRAFT] = self.state.draft_size[layout.slot]
-        return confidence
+        return draft.confidence, draft.cheap
 
-    def draft(self, slot: Tensor, wanted: Tensor | None, features: Features) -> Tensor | None:
-        """Draft for these slots [B] and keep the drafts. wanted: as in Layout, on the CPU if given. Returns the confidence."""
+    def draft(
+        self, slot: Tensor, wanted: Tensor | None, features: Features, passes: bool = True, worth: Worth | None = None
+    ) -> Draft:
+        """Draft for these slots [B] and keep the drafts. wanted: as in Layout, on the CPU if given; passes, worth: as in
+        Rows."""
         assert self.drafter is not None
         k = torch.where(self.state.active[slot], self.width if wanted is None else wanted, 0)
         width = self.width if wanted is None else int(k.max())
-        draft = self.drafter.propose(Rows(slot, k, width, features))
+        draft = self.drafter.propose(Rows(slot, k, width, features, passes, worth))
         self._keep(slot, draft)
-        return draft.confidence
+        return draft
 
     def _keep(self, slot: Tensor, draft: Draft) -> None:
         state, width = self.state, draft.tokens.shape[1]

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from forerun.config import BUDGET, EngineConfig
-from forerun.drafters import Drafter, Needs
-from forerun.engine.costs import Costs, step_costs
+from forerun.drafters import Drafter, Needs, Rows
+from forerun.engine.costs import Costs, PassCosts, pass_costs, step_costs
 from forerun.engine.cycle import Cycle
 from forerun.engine.interrupts import Uninterrupted
 from forerun.engine.layouts import ExactLayout, PaddedLayout, prompt_sizes
@@ -61,9 +61,9 @@ class EngineStats:
     drafts: DraftStats = field(default_factory=DraftStats)
 
 
-def measure_costs(cycle: Cycle, longest: int, kv_tokens: int) -> Costs:
-    """Measure the cost of steps by positions and context, with the dummy slot, while all pages are free. longest: tokens of a
-    sequence at most."""
+def measure_costs(cycle: Cycle, longest: int, kv_tokens: int, most_rows: int) -> tuple[Costs, PassCosts | None]:
+    """Measure the cost of steps by positions and context, and of the drafter's passes by rows, if it makes any, with the dummy
+    slot, while all pages are free. longest: tokens of a sequence at most."""
     target, kv, state, dummy = cycle.target, cycle.kv, cycle.state, np.array([cycle.state.dummy])
     most = min(MEASURED, longest)
     context = max(min(CONTEXT, longest - most, kv_tokens), 0) // kv.block_size * kv.block_size
@@ -74,7 +74,20 @@ def measure_costs(cycle: Cycle, longest: int, kv_tokens: int) -> Costs:
         target.forward(state.batch(dummy, np.array([behind]), np.array([positions]), np.arange(positions)), kv)
 
     with state.dummy_sequence(context + 1, pages):
-        return Costs(step_costs(target, run, most, context))
+        costs = Costs(step_costs(target, run, most, context))
+    drafter = cycle.drafter
+    if drafter is None or not drafter.needs.pass_tokens or not cycle.width:
+        return costs, None
+
+    @torch.inference_mode()
+    def draft(rows: int) -> None:
+        k = torch.full((rows,), drafter.needs.pass_tokens)
+        drafter.propose(Rows(torch.full_like(k, state.dummy), k, drafter.needs.pass_tokens))
+
+    with state.dummy_sequence(min(context, kv.block_size) + 1, pages[:2]):
+        found = pass_costs(draft, most_rows)
+    drafter.restart()
+    return costs, found
 
 
 def captures(target: Target) -> bool:
@@ -161,7 +174,7 @@ class Engine:
         cycle = kind(target, self.kv, self.state, self.sampling, inside, block)
         if not padded:
             adapts = self.config.speculation is not None and policy.adaptive
-            exact = Eager(cycle, partial(measure_costs, cycle, longest, self.kv_tokens) if adapts else None)
+            exact = Eager(cycle, partial(measure_costs, cycle, longest, self.kv_tokens, seqs) if adapts else None)
             return Step(cycle, ExactLayout(cycle, policy, exact), exact, self.drafter, mirror, lag=0)
         runner: Runner = Graphs(cycle) if captured else Eager(cycle, None)
         prompts = prompt_sizes(min(self.budget, seqs * longest), seqs) if captured else None

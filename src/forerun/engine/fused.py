@@ -89,8 +89,10 @@ class FusedCycle(Cycle):
             return cuda_step.commit_and_draft(self._pool, slot, tokens, draft.size, self._look_up, pdl)
         return cuda_step.commit(self._pool, slot, tokens, draft.size, pdl)
 
-    def _draft(self, key: Key, layout: Layout, counts: Tensor) -> Tensor | None:
-        return super()._draft(key, layout, counts) if self._look_up is None else None  # the commit kernel has drafted
+    def _draft(self, key: Key, layout: Layout, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self._look_up is not None:
+            return None, None  # the commit kernel has drafted
+        return super()._draft(key, layout, counts)
 
     def _keep(self, slot: Tensor, draft: Draft) -> None:
         if draft.probs is not None:

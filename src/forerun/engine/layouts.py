@@ -8,10 +8,12 @@ the host; cycle.py places the tokens on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from typing import NamedTuple, Protocol
 
+from forerun.drafters import Needs, Worth
 from forerun.engine.cycle import EXACT, GREEDY, PROMPT, Cycle, Key, decode_key
-from forerun.engine.policy import AcceptanceHistory, Offers, Policy
+from forerun.engine.policy import NEW, AcceptanceHistory, Choice, Offers, Policy
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import PlanRow
 from forerun.engine.scheduler import Sequence as Live
@@ -67,12 +69,22 @@ def context_of(rows: list[PlanRow]) -> float:
 
 
 class ExactLayout(BaseLayout):
+    """With a drafter that makes passes, the time that it takes for the next step counts as a part of each step, and the drafter
+    is told what another pass is worth."""
+
+    def __init__(self, cycle: Cycle, policy: Policy, runner: Runner) -> None:
+        super().__init__(cycle, policy, runner)
+        self._drafting = 0.0  # seconds that the drafter took lately
+        self._passes = cycle.drafter is not None and cycle.drafter.needs.pass_tokens > 0
+
     def arrange(self, rows: list[PlanRow]) -> list[Launch]:
         commits = [row for row in rows if row.commits]
         rows = [*commits, *(row for row in rows if not row.commits)]
         slot = [row.sequence.slot for row in rows]
         pending = [row.pending for row in rows]
         total = sum(pending)
+        if self._passes and self.policy.adaptive:
+            self._drafting += NEW * (self.cycle.times.draft - self._drafting)
         drafts = self._drafts(commits, slot, total)
         wanted = self._wanted(commits)
         rest = [0] * (len(rows) - len(commits))
@@ -86,7 +98,19 @@ class ExactLayout(BaseLayout):
         """Drafts that each row verifies, of those at hand. positions: of the launch, without drafts."""
         size = self.cycle.state.draft_size.numpy()
         most = [row.k and min(row.k, int(size[at])) for row, at in zip(rows, slot, strict=False)]
-        return self._choose(rows, most, positions) if any(most) else most
+        if self._passes and self.policy.adaptive and rows:
+            choice = self._choose(rows, most, positions)
+            self.cycle.worth = self._worth(rows, choice.rate)
+            return choice.drafts
+        return self._choose(rows, most, positions).drafts if any(most) else most
+
+    def _worth(self, rows: list[PlanRow], rate: float) -> Worth | None:
+        """What another pass of the drafter is worth; None if it is not known, or if it is time to try full drafts."""
+        count = len(rows)
+        one, more = self.runner.cost([Key(EXACT, count, n, 0) for n in (2 * count, 3 * count)], context_of(rows))
+        if isnan(rate) or isnan(self.runner.pass_cost(count)) or any(row.sequence.history.waited for row in rows):
+            return None
+        return Worth(rate, (more - one) / count, self.runner.pass_cost)
 
     def _wanted(self, rows: list[PlanRow]) -> list[int]:
         """Tokens to draft for the next step, for a drafter in the cycle: as many as that step is expected to verify."""
@@ -94,18 +118,18 @@ class ExactLayout(BaseLayout):
             return [0] * len(rows)
         width = self.policy.width(len(rows))
         most = [max(min(width, row.sequence.remaining - 2), 0) for row in rows]  # this step and the next commit one each
-        if not any(most):
+        if not any(most) or self._passes:
             return most
         for row in rows:
             row.sequence.history.forget_draft()
-        return self._choose(rows, most, len(rows))
+        return self._choose(rows, most, len(rows)).drafts
 
-    def _choose(self, rows: list[PlanRow], most: list[int], positions: int) -> list[int]:
+    def _choose(self, rows: list[PlanRow], most: list[int], positions: int) -> Choice:
         survival = Policy.survival([row.sequence.history for row in rows], most)
         number = range(sum(map(len, survival)) + 1)
         keys = [Key(EXACT, len(rows), positions + n, 0) for n in number]
-        offers = Offers([max(most)] * len(keys), number, self.runner.cost(keys, context_of(rows)))
-        return self.policy.choose(offers, survival, most).drafts
+        seconds = [self._drafting + cost for cost in self.runner.cost(keys, context_of(rows))]
+        return self.policy.choose(Offers([max(most)] * len(keys), number, seconds), survival, most)
 
     def keys(self, classes: Sequence[Features]) -> list[Key]:
         return []
@@ -155,7 +179,8 @@ def shared_drafts(rows: int, width: int) -> tuple[int, ...]:
 
 class Decoding(NamedTuple):
     """Decoding rows, padded to a captured batch size, with the possible shapes of their launch: as the policy is asked (offers,
-    whose cost is that of greedy launches) and as they are run (launches). widths, drafts: as in policy.Offers."""
+    whose cost is that of greedy launches) and as they are run (launches). widths, drafts: as in policy.Offers. with_passes: how
+    many of these make the drafter's passes, the first ones."""
 
     rows: list[PlanRow]
     slot: list[int]
@@ -165,6 +190,7 @@ class Decoding(NamedTuple):
     offers: list[Key]
     widths: list[int]
     drafts: list[int]
+    with_passes: int
 
 
 class PaddedLayout(BaseLayout):
@@ -177,6 +203,9 @@ class PaddedLayout(BaseLayout):
         super().__init__(cycle, policy, runner)
         self.sizes, self.prompt_sizes, self._longest = batch_sizes(most), prompt_sizes, longest
         self.widths = step_widths(cycle.width)
+        needs = cycle.drafter.needs if cycle.drafter is not None else Needs()
+        self._skips = needs.skips and policy.adaptive and cycle.width > 0
+        self.cheap_widths = self.widths if needs.cheap else (0,)
         self._decoding: Decoding | None = None
 
     def restart(self) -> None:
@@ -199,9 +228,23 @@ class PaddedLayout(BaseLayout):
             most = d.k[: len(rows)]
             survival = Policy.survival(d.histories, most)  # the histories are one step old
             seconds = self.runner.cost(d.offers, context_of(rows))
-            offer, drafts = self.policy.choose(Offers(d.widths, d.drafts, seconds), survival, most)
-            k = drafts + d.k[len(rows) :]
+            whole = Offers(d.widths, d.drafts, seconds)
+            begin, end = self._part(d, whole, most)
+            choice = self.policy.choose(whole.part(begin, end), survival, most)
+            offer, k = begin + choice.offer, choice.drafts + d.k[len(rows) :]
         return Launch(d.launches[offer], [d.slot, k], rows)
+
+    def _part(self, d: Decoding, offers: Offers, most: list[int]) -> tuple[int, int]:
+        """The offers to choose from: those with the drafter's passes, or those without. Passes are made if the rate that is
+        expected with them, in steps to come, is higher or not known."""
+        bounds = ((0, d.with_passes), (d.with_passes, len(d.offers)))
+        if d.with_passes == len(d.offers):
+            return bounds[0]
+        rates = []
+        for (begin, end), passes in zip(bounds, (True, False), strict=True):
+            expected = [history.expected(k, passes) for history, k in zip(d.histories, most, strict=True)]
+            rates.append(self.policy.choose(offers.part(begin, end), expected, most).rate)
+        return bounds[rates[0] < rates[1]]
 
     def _pad(self, rows: list[PlanRow]) -> Decoding:
         """Pad decoding rows. The result is kept until a row is admitted, ends or comes near its limit."""
@@ -215,11 +258,15 @@ class PaddedLayout(BaseLayout):
         if enough:
             limits += self.shared(padded)
             offers += [decode_key(padded, self.widths[-1], drafts) for drafts in self.shared(padded)]
+        with_passes = len(offers)
+        if self._skips:
+            offers += [decode_key(padded, width, passes=False) for width in self.cheap_widths if width <= self.widths[enough]]
+            limits += [-1] * (len(offers) - with_passes)
         widths = [key.width for key in offers]
         histories = [row.sequence.history for row in rows]
         asked = self.asked(rows)
-        launches = [Key(*key[:4], *asked) for key in offers]
-        return Decoding(rows, slot, k, histories, launches, offers, widths, limits)
+        launches = [key._replace(features=asked[0], top=asked[1]) for key in offers]
+        return Decoding(rows, slot, k, histories, launches, offers, widths, limits, with_passes)
 
     def shared(self, rows: int) -> tuple[int, ...]:
         """The captured numbers of shared drafts for so many rows; none if drafts have probabilities."""
@@ -249,6 +296,8 @@ class PaddedLayout(BaseLayout):
             for rows in self.sizes[::-1]:
                 bare += [decode_key(rows, width) for width in self.widths[::-1]]
                 bare += [decode_key(rows, self.widths[-1], drafts) for drafts in self.shared(rows)]
+                if self._skips:
+                    bare += [decode_key(rows, width, passes=False) for width in self.cheap_widths[::-1]]
             found += [key._replace(features=features) for key in bare]
         return found
 

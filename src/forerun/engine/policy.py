@@ -3,18 +3,21 @@ for all devices [goodput, Liu et al. 2406.14066]. It does not use torch.
 
     gain: the survival probability of each draft token, that is, of being accepted with all before it: the drafter's confidence
           if it gives one, else a power of the row's recent acceptance rate
-    cost: the measured time of each shape that the step may have, by its positions, rows and context
+    cost: the measured time of each shape that the step may have, by its positions, rows and context, and of the passes that
+          the drafter makes in it for the next step
 
-With the exact layout any number of positions is a shape, and the policy picks single draft tokens, the likeliest first. With
-the padded layout few shapes are captured, and it picks one. A step commits up to k + 1 tokens, so k stays below the number of
-tokens that the request may still produce.
+With the exact layout any number of positions is a shape, and the policy picks single draft tokens, the likeliest first. The
+drafter decides before each pass whether it pays (drafters/measured.py). With the padded layout few shapes are captured, and the
+policy picks one. It first decides whether the launch makes the drafter's passes, by what rows' drafts were expected to bring
+lately; then, of the launches that do as decided, it takes the best one for the drafts at hand. A step commits up to k + 1
+tokens, so k stays below the number of tokens that the request may still produce.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, zip_longest
-from math import isfinite, isnan
+from math import isfinite, isnan, nan
 from typing import NamedTuple
 
 from forerun.config import Speculation
@@ -24,16 +27,20 @@ MEMORY = 0.5  # weight of the old rate when a draft has been verified
 OPTIMISTIC = 0.8  # the rate assumed for a row that has been idle for `patience` steps, so that drafting is tried again
 PATIENCE, LONGEST_PATIENCE = 32, 512  # the first and the longest patience: each trial without acceptance doubles it
 RETURN = 0.02  # share of the way back to the prior in a step that did not verify the row's draft
+NEW = 0.25  # weight of a new draft's confidence in what the next one is expected to bring
 
 
 class AcceptanceHistory:
     """Acceptance of one row. at_hand: length of its next draft, None: unknown; confidence: that draft's survival probabilities,
-    None: the drafter gives none; rate: recent acceptance rate; idle: steps since its last verified draft."""
+    None: the drafter gives none; rate: recent acceptance rate; idle: steps since its last verified draft. usual, cheap: the
+    survival probabilities that drafts had lately, and those of drafts without passes; None: not known yet."""
 
-    __slots__ = ("at_hand", "confidence", "idle", "patience", "rate")
+    __slots__ = ("at_hand", "cheap", "confidence", "idle", "patience", "rate", "usual")
 
     def __init__(self) -> None:
         self.rate, self.idle, self.patience = PRIOR, PATIENCE, PATIENCE
+        self.usual: list[float] | None = None
+        self.cheap: list[float] | None = None
         self.forget_draft()
 
     def forget_draft(self) -> None:
@@ -43,10 +50,23 @@ class AcceptanceHistory:
 
     @property
     def optimistic_rate(self) -> float:
-        return max(self.rate, OPTIMISTIC) if self.idle >= self.patience else self.rate
+        return max(self.rate, OPTIMISTIC) if self.waited else self.rate
 
-    def learn(self, drafted: int, accepted: int, at_hand: int | None) -> None:
-        """Record a step: draft tokens that it verified, how many of these it accepted, and the next draft's length."""
+    @property
+    def waited(self) -> bool:
+        """Whether it is time to draft again, as no draft was verified for a while."""
+        return self.idle >= self.patience
+
+    def learn(
+        self,
+        drafted: int,
+        accepted: int,
+        at_hand: int | None,
+        confidence: list[float] | None = None,
+        cheap: list[float] | None = None,
+    ) -> None:
+        """Record a step: draft tokens that it verified, how many of these it accepted, and of the next draft its length, its
+        survival probabilities, and those of the draft without passes."""
         if drafted:
             self.rate = MEMORY * self.rate + (1 - MEMORY) * accepted / drafted
             if accepted:
@@ -58,7 +78,20 @@ class AcceptanceHistory:
             if self.at_hand != 0:  # there was a draft, or possibly one
                 self.rate += RETURN * (PRIOR - self.rate)
             self.idle += 1
-        self.at_hand, self.confidence = at_hand, None
+            if self.waited and self.at_hand and self.confidence is not None:  # it was tried, and not worth verifying
+                self.idle, self.patience = 0, min(2 * self.patience, LONGEST_PATIENCE)
+        if confidence is not None and at_hand:
+            self.usual = _towards(self.usual, confidence)
+        if cheap is not None:
+            self.cheap = _towards(self.cheap, cheap)
+        self.at_hand, self.confidence = at_hand, confidence
+
+    def expected(self, most: int, passes: bool) -> list[float]:
+        """The survival probabilities of the next draft that is made, with or without passes, cut to `most` tokens."""
+        usual = self.usual if passes else self.cheap or []
+        if passes and (usual is None or self.waited):
+            usual = [max(OPTIMISTIC**i, chance) for i, chance in enumerate(usual or [0.0] * most, 1)]
+        return (usual or [])[:most]
 
 
 class Offers(NamedTuple):
@@ -69,12 +102,22 @@ class Offers(NamedTuple):
     drafts: Sequence[int]
     seconds: Sequence[float]
 
+    def part(self, begin: int, end: int) -> Offers:
+        return Offers(self.width[begin:end], self.drafts[begin:end], self.seconds[begin:end])
+
 
 class Choice(NamedTuple):
-    """offer: index of the chosen offer; drafts: how many each row verifies."""
+    """offer: index of the chosen offer; drafts: how many each row verifies; rate: expected tokens a second, NaN: unknown."""
 
     offer: int
     drafts: list[int]
+    rate: float = nan
+
+
+def _towards(old: list[float] | None, new: list[float]) -> list[float]:
+    if old is None or len(old) != len(new):
+        return list(new)
+    return [a + NEW * (b - a) if isfinite(b) else a for a, b in zip(old, new, strict=True)]
 
 
 class Policy:
@@ -117,7 +160,7 @@ class Policy:
             return Choice(widest, list(most))
         columns = [sum(column) for column in zip_longest(*survival, fillvalue=0.0)]  # by position, over all rows
         if not any(columns):  # no draft can be accepted
-            return Choice(0, list(most) if offers.drafts[0] < 0 else [0] * len(most))
+            return Choice(0, list(most) if offers.drafts[0] < 0 else [0] * len(most), len(most) / offers.seconds[0])
         if isnan(offers.seconds[0]) or isnan(offers.seconds[widest]):
             return Choice(widest, list(most))
         ranked: list[float] = []
@@ -131,8 +174,8 @@ class Policy:
             if rate > highest:  # false for NaN
                 best, highest = i, rate
         if offers.drafts[best] < 0:
-            return Choice(best, list(most))
-        return Choice(best, self._likeliest(survival, ranked[: offers.drafts[best]]))
+            return Choice(best, list(most), highest)
+        return Choice(best, self._likeliest(survival, ranked[: offers.drafts[best]]), highest)
 
     @staticmethod
     def _likeliest(survival: Sequence[Sequence[float]], taken: Sequence[float]) -> list[int]:

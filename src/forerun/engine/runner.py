@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.device import send_integers
-from forerun.engine.costs import Costs
+from forerun.engine.costs import Costs, PassCosts
 from forerun.engine.cycle import PROMPT, Cycle, Key, Report
 
 UNCAPTURED = 16  # runs of a rare launch, operation by operation, before it is captured
@@ -33,18 +33,22 @@ class Runner(Protocol):
     def cost(self, keys: Sequence[Key], context: float) -> list[float]:
         """Seconds of each launch, NaN if unknown. keys: without sampling; context: mean tokens of a row."""
 
+    def pass_cost(self, rows: int) -> float:
+        """Seconds of a pass of the drafter over so many rows by itself, NaN if unknown."""
+
     def warm_up(self, keys: Iterable[Key], complete: bool = True) -> None:
         """Before the first request: make these launches ready and time them. complete: these are all common launches."""
 
 
 class Eager:
-    """measure: measures the cost of steps; None: nothing is measured."""
+    """measure: measures the cost of steps, and of the drafter's passes if it makes any; None: nothing is measured."""
 
     capturing = None
 
-    def __init__(self, cycle: Cycle, measure: Callable[[], Costs] | None) -> None:
+    def __init__(self, cycle: Cycle, measure: Callable[[], tuple[Costs, PassCosts | None]] | None) -> None:
         self.cycle = cycle
         self.costs: Costs | None = None
+        self.passes: PassCosts | None = None
         self._measure, self._device = measure, cycle.state.length.device
 
     def run(self, key: Key, given: Sequence[list[int]]) -> Report:
@@ -55,9 +59,12 @@ class Eager:
             return [nan] * len(keys)
         return self.costs(np.array([key.tokens for key in keys]), keys[0].rows, context).tolist()
 
+    def pass_cost(self, rows: int) -> float:
+        return nan if self.passes is None else self.passes(rows)
+
     def warm_up(self, keys: Iterable[Key], complete: bool = True) -> None:
         if complete and self._measure is not None:
-            self.costs = self._measure()
+            self.costs, self.passes = self._measure()
 
 
 class Graphs:
@@ -115,7 +122,7 @@ class Graphs:
         inputs[0].fill_(self.cycle.state.dummy)
         self._now.pop(shape, None)
         self._graphs[key] = self._record(lambda: self.cycle.run(key, inputs))
-        bare = Key(*key[:4])
+        bare = key.bare
         if key.layout != PROMPT and bare not in self.costs:
             start = time.perf_counter()
             self.costs[bare] = self._cost(self._graphs[key][0])
@@ -147,6 +154,9 @@ class Graphs:
             seconds, at, slope = self.costs.get(key, (nan, 0, 0.0))
             found.append(seconds + slope * (context - at))
         return found
+
+    def pass_cost(self, rows: int) -> float:
+        return nan  # a launch makes all passes or none, and both are timed
 
     def _cost(self, graph: torch.cuda.CUDAGraph) -> tuple[float, int, float]:
         """Seconds of a replay at the first of CONTEXTS, that context, and seconds for each further token of context."""

@@ -125,8 +125,8 @@ class Step:
     def _receive(report: Report) -> Report:
         """Start the copy of a report to the host."""
         logprobs = None if report.logprobs is None else tuple(receive(part) for part in report.logprobs)
-        confidence = None if report.confidence is None else receive(report.confidence)
-        return Report(receive(report.tokens), receive(report.counts), logprobs, confidence)  # type: ignore[arg-type]
+        chances = (None if one is None else receive(one) for one in (report.confidence, report.cheap))
+        return Report(receive(report.tokens), receive(report.counts), logprobs, *chances)  # type: ignore[arg-type]
 
     def read(self, step: InFlight) -> Iterator[Committed]:
         """Wait for a step, then yield what it did to each row, and update the acceptance histories. To be called once."""
@@ -136,13 +136,13 @@ class Step:
         for rows, report in step.parts:
             tokens, columns = report.tokens.tolist(), report.counts.t().tolist()
             confidence = report.confidence.tolist() if report.confidence is not None else None
+            cheap = report.cheap.tolist() if report.cheap is not None else None
             for i, (row, block, count, drafted, accepted, broken, found) in enumerate(
                 zip(rows, tokens, *columns, strict=False)
             ):
                 if self.cycle.width:
                     history = row.sequence.history
-                    history.learn(drafted, accepted, found)
-                    history.confidence = confidence and confidence[i]
+                    history.learn(drafted, accepted, found, confidence and confidence[i], cheap and cheap[i])
                 logprobs = self._logprobs(row, report, i, count) if report.logprobs is not None else []
                 yield Committed(row, block[:count], drafted, accepted, logprobs, broken > 0)
 
