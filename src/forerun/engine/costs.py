@@ -1,5 +1,5 @@
 """The cost of a step by its positions and its context. An engine with adaptive drafts measures it when it starts, and keeps the
-result in a file of the cache folder for the next start.
+result in a file of the cache folder for the next start. Times of a machine that is busy with other programs are not kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean, median_high
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,11 +36,28 @@ class Point(NamedTuple):
     seconds: float
 
 
-FORMAT = 3  # of the file
+class Measured(NamedTuple):
+    """points: by context and positions; sound: whether nothing else slowed the steps down, as far as can be seen."""
+
+    points: list[Point]
+    sound: bool
+
+
+class Clocks(NamedTuple):
+    """wall: seconds that have passed; own: seconds that this thread had a processor."""
+
+    wall: Callable[[], float]
+    own: Callable[[], float]
+
+
+CLOCKS = Clocks(time.perf_counter, time.thread_time)
+FORMAT = 4  # of the file
 LIMIT_S = 2.0  # measuring ends after about this time, even if rounds are left
-ROUNDS = 3
+ROUNDS, MOST_ROUNDS = 3, 12  # samples of each step: of sound points, and of others
+AGREEMENT = 1.25  # the median of a step's samples over their minimum, at most
+OWN = 0.8  # share of the time for which this thread has a processor, at least
 WORTH_S = 0.2  # measurements that took less are not kept
-FRESH_S = 7 * 86400.0  # older points are measured again, since a processor's speed changes with its other load
+FRESH_S = 86400.0  # older points are measured again, since a processor's speed changes with its other load
 FIRST = (1, 8)  # positions that are always measured, and first: without and with context
 
 
@@ -99,10 +118,10 @@ def pass_costs(run: Callable[[int], object], most: int, clock: Callable[[], floa
 
 
 def step_costs(
-    target: Target, run: Callable[[int, int], object], most: int, context: int, clock: Callable[[], float] = time.perf_counter
+    target: Target, run: Callable[[int, int], object], most: int, context: int, clocks: Clocks = CLOCKS
 ) -> list[Point]:
-    """Points from the cache file, or measured and written to it. run(positions, behind): computes one step of 1 .. `most`
-    positions (`most` is at least 2) after 0 or `context` tokens (`context` may be 0)."""
+    """Points from the cache file, or measured and, if they are sound, written to it. run(positions, behind): computes one step
+    of 1 .. `most` positions (`most` is at least 2) after 0 or `context` tokens (`context` may be 0)."""
     key = _key(target, most, context)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cpu.cache_folder() / f"step-costs-{digest}.json"
@@ -110,39 +129,59 @@ def step_costs(
     if points is not None:
         return points
     LOG.info("Measuring what steps of 1 to %d positions cost here (about %g s at most)", most, LIMIT_S)
-    start = clock()
-    points = measure(run, most, context, clock)
-    if clock() - start >= WORTH_S:
-        _write(path, key, points)
-    return points
+    start = clocks.wall()
+    measured = measure(run, most, context, clocks)
+    if not measured.sound:
+        LOG.info("What steps cost is not kept for the next start: other programs were busy, or steps take long")
+    elif clocks.wall() - start >= WORTH_S:
+        _write(path, key, measured.points)
+    return measured.points
 
 
-def measure(
-    run: Callable[[int, int], object], most: int, context: int, clock: Callable[[], float] = time.perf_counter
-) -> list[Point]:
-    """Time steps of 1, 2, 4 .. `most` positions without context, and steps of FIRST with it. Each is timed once a round, and
-    the minimum counts. After LIMIT_S the rest is left out, except the steps of FIRST without context."""
-    start, best = clock(), dict[tuple[int, int], float]()
+def measure(run: Callable[[int, int], object], most: int, context: int, clocks: Clocks = CLOCKS) -> Measured:
+    """Time steps of 1, 2, 4 .. `most` positions without context, and steps of FIRST with it. Steps of which ROUNDS samples
+    would take longer than LIMIT_S are left out, except those of FIRST without context.
+
+    Each step is timed once a round. Sound points are medians. If other programs are busy, more rounds follow, and means count:
+    a short step runs between two interruptions or meets one, a long one meets many. By the minimum or the median, long steps
+    could seem too costly, and no draft would pay."""
     first = [min(n, most) for n in FIRST]
     more = [n for n in (1 << i for i in range(most.bit_length())) if n not in first]
     steps = [*((n, 0) for n in first), *((n, context) for n in first if context), *((n, 0) for n in more)]
-    for number in range(ROUNDS):
-        for n, behind in steps:
-            expected = max((s for (m, c), s in best.items() if m <= n and c <= behind), default=0.0)
-            if len(best) >= len(first) and clock() - start + expected > LIMIT_S:
-                if number == 0:
-                    continue  # a smaller step may still fit in
-                return _sorted(best)
-            begin = clock()
-            run(n, behind)
-            took = clock() - begin
-            best[n, behind] = min(took, best.get((n, behind), math.inf))
-    return _sorted(best)
+    run(first[0], 0)  # reads weights that are still on the disk
+    start, own, samples = clocks.wall(), clocks.own(), dict[tuple[int, int], list[float]]()
+
+    def spent() -> float:
+        return clocks.wall() - start
+
+    def timed(n: int, behind: int) -> None:
+        begin = clocks.wall()
+        run(n, behind)
+        samples.setdefault((n, behind), []).append(clocks.wall() - begin)
+
+    def sound() -> bool:
+        return agree(samples) and clocks.own() - own >= OWN * spent()
+
+    for n, behind in steps:
+        expected = max((s[0] for (m, c), s in samples.items() if m <= n and c <= behind), default=0.0)
+        if len(samples) < len(first) or spent() + expected <= LIMIT_S / ROUNDS:
+            timed(n, behind)
+    rounds = (step for number in range(1, MOST_ROUNDS) for step in samples if number < ROUNDS or not sound())
+    for step in rounds:
+        if spent() + min(samples[step]) > LIMIT_S:
+            break
+        timed(*step)
+    kept = sound()
+    points = [Point(n, behind, median_high(s) if kept else mean(s)) for (n, behind), s in samples.items()]
+    return Measured(sorted(points, key=lambda point: (point.context, point.positions)), kept)
 
 
-def _sorted(best: dict[tuple[int, int], float]) -> list[Point]:
-    points = [Point(n, context, seconds) for (n, context), seconds in best.items()]
-    return sorted(points, key=lambda point: (point.context, point.positions))
+def agree(samples: Mapping[tuple[int, int], Sequence[float]]) -> bool:
+    """Whether each step has two samples or more that agree, and no step takes longer than one of more positions. samples: by
+    positions and context: the seconds of each run."""
+    steady = all(len(s) > 1 and median_high(s) <= AGREEMENT * min(s) for s in samples.values())
+    bare = [median_high(s) for (_, context), s in sorted(samples.items()) if not context]
+    return steady and all(less <= AGREEMENT * more for less, more in pairwise(bare))
 
 
 def _key(target: Target, most: int, context: int) -> dict[str, Any]:
