@@ -1,5 +1,5 @@
-"""Heads from folders, random heads, and heads to folders. A head has the device and the dtype of its target; if the target's
-matrices are in blocks, so are the head's (Q8_0), since a dense head would take longer than it saves.
+"""Heads from folders, random heads, and heads to folders. A head has the device and the dtype of its target. On a CPU its
+matrices are in blocks (Q8_0) unless all is float32, since a dense head takes twice as long.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from forerun.heads.config import HeadConfig
 from forerun.heads.files import open_checkpoint
 from forerun.heads.layouts import EMBEDDING, HEAD, KEPT, OFFSETS, VERIFIER, Names, names, settings
 from forerun.heads.trained import CHANCE, agreement, sample
+from forerun.kernels import reference
 from forerun.models import rope
 from forerun.models.blocks import FORMATS, Blocks
 from forerun.models.decoder import PADDING, Target
@@ -119,6 +120,13 @@ def wanted(config: HeadConfig) -> Iterator[Place]:
         yield from of_layer(config, i).values()
 
 
+def in_blocks(target: Target) -> bool:
+    """Whether the matrices of a head of this target are quantised: on a CPU below float32. A draft only has to be likely, and a
+    head reads its weights once for each drafted token."""
+    small = target.quantization is not None or target.dtype != torch.float32
+    return small and target.device.type == "cpu" and target.kernels is not reference and target.kernels.multiplies(Blocks.kind)
+
+
 def load(folder: Path, config: HeadConfig, target: Target) -> Chain | Block:
     """The head in a folder, of the shape that layouts.read_config gives, on its target's device and in its dtype. A copy of the
     target's embedding or vocabulary head is not kept: the target's is used, and the head's config says so. Raises LoadError
@@ -135,7 +143,7 @@ def load(folder: Path, config: HeadConfig, target: Target) -> Chain | Block:
         config = replace(config, own_embedding=False)
     if config.own_head and not config.mapped and shares(HEAD, target.weights.head):
         config = replace(config, own_head=False)
-    quantise = target.quantization is not None
+    quantise = in_blocks(target)
 
     def make(place: Place) -> Matrix | Tensor:
         place = place._replace(names=tuple(found.stored(name, checkpoint.stored) for name in place.names))
@@ -180,7 +188,7 @@ def random(config: HeadConfig, target: Target, seed: int = 0) -> Chain | Block:
             rows_of = torch.arange(rows, device=target.device) if ids is None or place.names[0] == EMBEDDING else ids
             theirs = near.embed(rows_of.clamp(max=near.rows - 1))
             values.mul_(0.3 * place.columns**0.5 * theirs.float().std().to(target.dtype)).add_(theirs)
-        if target.quantization is not None and place.columns % FORMATS[FORMAT][0] == 0:
+        if in_blocks(target) and place.columns % FORMATS[FORMAT][0] == 0:
             return Blocks.quantize(values, FORMAT, target.dtype)
         return Dense(values)
 
