@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.config import EngineConfig, Speculation
+from forerun.config import HEADS, EngineConfig, Speculation
 from forerun.drafters import Drafter
 from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.cycle import decode_key
@@ -31,6 +31,7 @@ from forerun.types import Logprob, Request, SamplingParams
 from forerun.verify.sampling import Features, SamplingState
 from tests.statistical import PASS, REJECT, chi_square
 from tests.tiny import tiny_model
+from tests.tiny_heads import random_head
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
@@ -45,6 +46,9 @@ METHODS: dict[str, Speculation | None] = {
     "suffix": Speculation("suffix", K),
     "draft_model": Speculation("draft_model", K, model="given"),
     "probabilistic": Speculation("draft_model", K, model="given", draft_sample_method="probabilistic"),
+    "eagle3": Speculation("eagle3", K, model="given"),
+    "eagle3, drawn": Speculation("eagle3", K, model="given", draft_sample_method="probabilistic"),
+    "dflash": Speculation("dflash", K, model="given"),
 }
 POINT_MASSES = ("ngram", "prediction", "suffix", "draft_model")
 
@@ -100,7 +104,8 @@ def engine(
     def make(slots: RowState, mirror: RowState, sampling: SamplingState, kv: KVCache, padded: bool) -> Drafter | None:
         if speculation is None:
             return None
-        around = DrafterContext(slots, mirror, sampling, kv, config, padded, target.vocab, model)
+        head = random_head(target, speculation.method) if speculation.method in HEADS else None
+        around = DrafterContext(slots, mirror, sampling, kv, config, padded, target.vocab, model, head)
         return TABLE[speculation.method](speculation, around)
 
     return Engine(target, config, make, NoText, padded)
