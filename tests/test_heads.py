@@ -566,6 +566,20 @@ def test_mtp_of_several_modules(tmp_path: Path, target: Target) -> None:
         assert torch.equal(a * 1.5, b)
 
 
+def test_modules_share_one_embedding_and_one_head(tmp_path: Path, target: Target) -> None:
+    """Each module of DeepSeek's has copies; they must be the same."""
+    draw = Drawn(8)
+    copies = {f"{name}.weight": draw.matrix(VOCAB, H) for name in ("embed_tokens", "shared_head.head")}
+    first = MTP["DeepSeek-V3"].tensors(copies)
+    both = first | {name.replace(f".{LAYERS}.", f".{LAYERS + 1}.", 1): x.clone() for name, x in first.items()}
+    head = loaded(mtp_folder(tmp_path / "same", both, num_nextn_predict_layers=2), "mtp", target)
+    assert torch.equal(head.weights.head.dense(), copies["shared_head.head.weight"])
+    name = f"model.layers.{LAYERS + 1}.shared_head.head.weight"
+    both[name][3, 3] += 1
+    with pytest.raises(LoadError, match=rf"tensor {name} differs from model.layers.{LAYERS}.shared_head.head.weight"):
+        loaded(mtp_folder(tmp_path / "other", both, num_nextn_predict_layers=2), "mtp", target)
+
+
 def test_mtp_in_the_targets_own_folder(tmp_path: Path) -> None:
     """A MiMo is a Qwen2 with modules: the target leaves their tensors alone, and the head reads no others. A tensor that is
     neither is surplus still."""

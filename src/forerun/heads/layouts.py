@@ -27,38 +27,43 @@ MASK_FILE = "mask_embedding.pt"
 
 
 class Modules(NamedTuple):
-    """How a family names the tensors of a module for multi-token prediction, and how it joins embedding and feature. at: what
-    the names of module i begin with ({i}; {n}: i + number of the target's layers). parts: what stands there, or at the start
-    of the name, for the canonical parts. copies: each module has a copy of the embedding and the head. minus_one: norm weights
-    are stored minus 1."""
+    """How a family names the tensors of a module for multi-token prediction, and how it joins embedding and feature. found:
+    names that tell the family. at: what the names of module i begin with ({i}; {n}: i + number of the target's layers). parts:
+    what stands for the beginnings of canonical names ({at}: as above). copies: the same for the embedding and the head, of
+    which each module has a copy. scope: what the names of all modules begin with, if not `at`. minus_one: norm weights are
+    stored minus 1."""
 
     family: str
     found: re.Pattern[str]
     at: str
     parts: tuple[tuple[str, str], ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
+    scope: str = ""
     embedding_first: bool = True
     zero_first: bool = True
-    copies: bool = False
     minus_one: bool = False
 
 
 MODULES = (
-    Modules("MiMo", re.compile(r"model\.mtp_layers\.\d+\."), "model.mtp_layers.{i}.", embedding_first=False),
+    Modules(
+        "MiMo", re.compile(r"model\.mtp_layers\.\d+\."), "model.mtp_layers.{i}.", scope="model.mtp_layers.",
+        embedding_first=False,
+    ),
     Modules(
         "Qwen3-Next", re.compile(r"mtp\."), "mtp.layers.{i}.",
         (
-            ("token_layernorm.", "/mtp.pre_fc_norm_embedding."), ("hidden_layernorm.", "/mtp.pre_fc_norm_hidden."),
-            ("input_proj.", "/mtp.fc."), ("final_layernorm.", "/mtp.norm."),
+            ("token_layernorm.", "mtp.pre_fc_norm_embedding."), ("hidden_layernorm.", "mtp.pre_fc_norm_hidden."),
+            ("input_proj.", "mtp.fc."), ("final_layernorm.", "mtp.norm."),
         ),
-        zero_first=False, minus_one=True,
+        scope="mtp.", zero_first=False, minus_one=True,
     ),
     Modules(
         "DeepSeek-V3", re.compile(r"model\.layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\."), "model.layers.{n}.",
         (
-            ("token_layernorm.", "enorm."), ("hidden_layernorm.", "hnorm."), ("input_proj.", "eh_proj."),
-            ("final_layernorm.", "shared_head.norm."),
+            ("token_layernorm.", "{at}enorm."), ("hidden_layernorm.", "{at}hnorm."), ("input_proj.", "{at}eh_proj."),
+            ("final_layernorm.", "{at}shared_head.norm."),
         ),
-        copies=True,
+        (("embed_tokens.", "{at}embed_tokens."), ("lm_head.", "{at}shared_head.head.")),
     ),
 )  # fmt: skip
 UNSUPPORTED = {  # parts of tensors' names that a module for multi-token prediction must not have, and what they belong to
@@ -70,10 +75,12 @@ UNSUPPORTED = {  # parts of tensors' names that a module for multi-token predict
 
 class Names(NamedTuple):
     """Where the tensors of a head are among those of a folder. renames: beginnings of canonical names and what stands for them,
-    the first that fits counts. inside: what the names of the head's own tensors begin with; others are left alone."""
+    the first that fits counts. inside: what the names of the head's own tensors begin with; others are left alone. again:
+    names of tensors that may be there if they are the same as others, which these are. minus_one: as in Modules."""
 
     renames: tuple[tuple[str, str], ...] = ()
     inside: tuple[str, ...] = ("",)
+    again: tuple[tuple[str, str], ...] = ()
     minus_one: bool = False
 
     def stored(self, name: str, present: Collection[str]) -> str:
@@ -105,39 +112,37 @@ def settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise LoadError("model", str(folder), "the folder has no config.json; give the folder of a head")
     given = read_json(path)
-    for key, wins in (("transformer_layer_config", True), ("model", False)):
-        inner = given.get(key)
-        if inner is not None:
-            with errors_of(path):
-                require(isinstance(inner, dict), key, inner, "must be an object")
-            outer = {k: v for k, v in given.items() if k not in (key, "model_type")}
-            kind = {"architectures": outer.pop("architectures")} if wins and "architectures" in outer else {}
-            outer = outer if wins else {k: v for k, v in outer.items() if k != "architectures"}
-            given = (outer | inner if wins else inner | outer) | kind
+    layer, wrapped = (given.get(key) for key in ("transformer_layer_config", "model"))
+    with errors_of(path):
+        for key, inner in (("transformer_layer_config", layer), ("model", wrapped)):
+            require(inner is None or isinstance(inner, dict), key, inner, "must be an object")
+    if layer is not None:
+        return {**given, **layer, "architectures": given.get("architectures")}
+    if wrapped is not None:
+        return wrapped | {k: v for k, v in given.items() if k not in ("model", "model_type", "architectures")}
     return given
 
 
 def names(given: Mapping[str, Any], present: Collection[str], method: str) -> Names:
     """How a folder names its tensors. given: its settings."""
-    if method == "eagle3":
-        return Names() if any("midlayer." in name for name in present) else Names((("midlayer.", "layers.0."),))
-    if method != "mtp":
+    if method == "eagle3" and not any("midlayer." in name for name in present):
+        return Names((("midlayer.", "layers.0."),))
+    family = _family(present) if method == "mtp" else None
+    if family is None:
         return Names()
-    family = _family(present)
-    assert family is not None
     renames: list[tuple[str, str]] = []
-    inside = []
-    layers = whole(given, "num_hidden_layers")
-    for i in range(_modules(given)):
-        at = family.at.format(i=i, n=layers + i)
+    layers, modules = whole(given, "num_hidden_layers"), _modules(given)
+    each = [family.at.format(i=i, n=layers + i) for i in range(modules)]
+    for i, at in enumerate(each):
         for part, instead in family.parts:
-            renames.append((f"mtp_layers.{i}.{part}", instead[1:] if instead.startswith("/") else at + instead))
-        if family.copies and i == 0:
-            renames += [("embed_tokens.", f"{at}embed_tokens."), ("lm_head.", f"{at}shared_head.head.")]
+            renames.append((f"mtp_layers.{i}.{part}", instead.format(at=at)))
         renames.append((f"mtp_layers.{i}.", at))
-        inside.append(at)
-    inside = {"MiMo": ["model.mtp_layers."], "Qwen3-Next": ["mtp."]}.get(family.family, inside)
-    return Names(tuple(renames), tuple(inside), family.minus_one)
+    renames += [(part, instead.format(at=each[0])) for part, instead in family.copies]
+    again = tuple(
+        (instead.format(at=at) + "weight", instead.format(at=each[0]) + "weight")
+        for at in each[1:] for _, instead in family.copies
+    )  # fmt: skip
+    return Names(tuple(renames), (family.scope,) if family.scope else tuple(each), again, family.minus_one)
 
 
 class _Head(NamedTuple):
@@ -313,7 +318,7 @@ def _mtp(head: _Head) -> HeadConfig:
     pairs = flag(given, "rope_interleave")
     require(not pairs, "rope_interleave", pairs, "rotation of neighbouring numbers is not supported in a module of MTP")
     draft, embedding, own = _vocabularies(head, target.hidden_size)
-    copies = family.copies
+    copies = bool(family.copies)
     modules = _modules(given)
     query = found.stored("mtp_layers.0.self_attn.q_proj.weight", present)
     qk_norm, bias = (head.has(f"mtp_layers.0.self_attn.{name}") for name in ("q_norm.weight", "q_proj.bias"))

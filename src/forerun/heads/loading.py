@@ -215,6 +215,10 @@ def _check(checkpoint: Source, config: HeadConfig, found: Names) -> None:
     missing = [name for name in shapes if name not in stored]
     inside = [name for name in stored if name.startswith(found.inside)]
     ignored = {found.stored(name, stored) for name in VERIFIER}
+    ignored |= {again for again, first in found.again if first in shapes and again in stored}
+    other = next((pair for pair in found.again if pair[0] in ignored and not checkpoint.same(*pair)), None)
+    if other is not None:
+        raise unusable(folder, f"tensor {other[0]} differs from {other[1]}; modules with heads of their own are not supported")
     surplus = [n for n in inside if n not in shapes and n not in tables and n not in ignored and not n.endswith(ROTATIONS)]
     if missing:
         also = f"; {few(surplus)} not part of the head" if surplus else ""
