@@ -246,11 +246,12 @@ def _eagle3(head: _Head) -> HeadConfig:
     norm_before_fc = flag(nested, "norm_before_fc", flag(given, "norm_before_fc"))
     fc_norm = flag(given, "fc_norm")
     require(not (fc_norm and norm_before_fc), "fc_norm", True, "norm_before_fc is true as well; give one of them")
-    kind = str(given.get("model_type")) if "speculators_model_type" in given else str(given.get("architectures"))
+    qwen3 = "speculators_model_type" in given and given.get("model_type") == "qwen3"
+    qwen3 = qwen3 or given.get("architectures") == ["Eagle3Qwen3ForCausalLM"]
     window = 0
     if given.get("layer_types") == ["sliding_attention"]:
         window = whole(given, "sliding_window")
-    qk_norm = "qwen3" in kind.lower() or head.has("midlayer.self_attn.q_norm.weight")
+    qk_norm = qwen3 or head.has("midlayer.self_attn.q_norm.weight")
     return HeadConfig(
         "eagle3", head.decoder(1, draft, qk_norm, (window,)), target.hidden_size, target.vocab_size, target.layers, states,
         state_norms="all" if norm_before_fc else "each" if fc_norm else "none",
