@@ -112,7 +112,7 @@ def padded(rows: list[list[float]] | list[list[int]]) -> torch.Tensor:
 
 def made(head: list[list[int]], chances: list[list[float]], found: list[list[int]], match: list[int]) -> Candidates:
     sizes = [torch.tensor([len(row) for row in rows]) for rows in (head, found)]
-    return Candidates(padded(head), sizes[0], padded(chances).float(), padded(found), sizes[1], torch.tensor(match))
+    return Candidates(padded(head), sizes[0], padded(chances).float().cumprod(1), padded(found), sizes[1], torch.tensor(match))
 
 
 def commit(state: RowState, slots: list[int], tokens: list[list[int]]) -> torch.Tensor:
@@ -208,7 +208,7 @@ def test_the_host_expects_the_same_while_it_drafts() -> None:
         stop = Stop(it, rows, Found(c.look_up, c.look_up_size, c.match), 1)
         assert stop.before().tolist() == [True]
         for i in range(1, K):
-            stop.after(i, c.head, c.chances)
+            stop.after(i, c.head, torch.tensor([chances]))
             stop._on[0].on = True
         row = stop._on[0]
         row.take(head[-1], chances[-1])

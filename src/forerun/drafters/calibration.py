@@ -32,6 +32,7 @@ PRECISION = 2.0
 MEMORY = 0.9  # weight of what a row's luck rests on, in each step that adds to it
 MOST_SHIFT = 3.0  # of the log odds
 LEAST, MOST = 0.005, 0.995  # chances
+LEAST_SURVIVAL = 1e-30
 
 EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)  # between the bins of a head's probability
 CHANCES = len(EDGES) + 1
@@ -76,12 +77,12 @@ def priors() -> Tensor:
 
 class Candidates(NamedTuple):
     """Two candidates for the drafts of B rows, each up to K tokens. head, look_up: [B,K] int64; sizes: [B] int64 each, 0: none;
-    chances: [B,K], the probability of each of the head's tokens if those before it are right; match: [B] int64, the length of
-    the look-up's match."""
+    survival: [B,K], the head's own probability that each of its tokens and all before it are right; match: [B] int64, the
+    length of the look-up's match."""
 
     head: Tensor
     head_size: Tensor
-    chances: Tensor
+    survival: Tensor
     look_up: Tensor
     look_up_size: Tensor
     match: Tensor
@@ -173,7 +174,8 @@ class Calibration:
         agreed = ((c.head == c.look_up) & both).cummin(1).values if len(at) else both
         first = agreed.sum(1, keepdim=True)  # [B,1], where the candidates part or one ends
         parts = first < size.amin(1, keepdim=True)
-        sure = torch.bucketize(c.chances, self._edges, right=True)  # [B,K]
+        chances = torch.cat((c.survival[:, :1], c.survival[:, 1:] / c.survival[:, :-1].clamp(min=LEAST_SURVIVAL)), 1)
+        sure = torch.bucketize(chances, self._edges, right=True)  # [B,K]
         length = torch.bucketize(c.match, self._matches, right=True)[:, None]  # [B,1]
         there = at < size[..., None]  # [B,2,K]
         kind = torch.where(parts & (at >= first), torch.where(at == first, PARTED, APART), ALONE)

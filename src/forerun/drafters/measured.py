@@ -105,12 +105,11 @@ class Measured:
         if self._drawn:
             return self._by_rule(draft, found)
         assert draft.confidence is not None
-        width = found.tokens.shape[1] - draft.tokens.shape[1]
-        survival = F.pad(draft.confidence, (0, width))
-        chances = survival / F.pad(survival[:, :-1], (1, 0), value=1.0).clamp(min=1e-30)
-        given = Candidates(F.pad(draft.tokens, (0, width)), draft.size, chances, *found)
-        chosen = self.calibration.weigh(rows.slot, given)
-        return Draft(chosen.tokens, torch.minimum(chosen.size, rows.k), None, chosen.survival, chosen.found)
+        tokens, survival = draft.tokens, draft.confidence
+        if narrow := found.tokens.shape[1] - tokens.shape[1]:
+            tokens, survival = F.pad(tokens, (0, narrow)), F.pad(survival, (0, narrow))
+        chosen = self.calibration.weigh(rows.slot, Candidates(tokens, draft.size, survival, *found))
+        return Draft(chosen.tokens, chosen.size, None, chosen.survival, chosen.found)
 
     def _find(self, rows: Rows) -> Found:
         """What the look-up finds for these rows, K wide."""

@@ -85,7 +85,12 @@ def _measured(model: Drafter, s: Speculation, c: DrafterContext) -> Drafter:
     look_up = None
     if s.prompt_lookup_min is not None and s.prompt_lookup_max is not None:
         look_up = LookUp(s.prompt_lookup_min, s.prompt_lookup_max, c.vocab)
-    return Measured(model, c.state, look_up, s.draft_sample_method == "probabilistic", c.padded)
+    drawn, kernels = s.draft_sample_method == "probabilistic", c.head.kernels if c.head is not None else reference
+    if c.padded and c.state.length.device.type == "cuda" and kernels is not reference:
+        from forerun.drafters.fused_measured import FusedMeasured  # needs triton, as above
+
+        return FusedMeasured(model, c.state, look_up, drawn, kernels)
+    return Measured(model, c.state, look_up, drawn, c.padded)
 
 
 TABLE: dict[str, Callable[[Speculation, DrafterContext], Drafter]] = {

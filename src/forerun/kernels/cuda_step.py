@@ -169,7 +169,8 @@ def _look_up(
     UNROLLED: tl.constexpr,
 ):
     """The n-gram look-up of a row of n tokens: find the first earlier occurrence of its longest suffix, write the tokens that
-    followed it as the draft, return the draft's size. n 0: no look-up. row, draft and draft_size point to the slot's."""
+    followed it as the draft, return the draft's size and the length of the match. n 0: no look-up. row, draft and draft_size
+    point to the slot's."""
     lane = tl.arange(0, SCAN)
     longest = tl.zeros((SCAN,), tl.int32)
     ends = tl.zeros((SCAN,), tl.int32)
@@ -199,7 +200,7 @@ def _look_up(
     size = tl.minimum(size, K)
     tl.store(draft + i, tl.where(i < size, follows, 0), mask=i < K)
     tl.store(draft_size, size.to(tl.int64))
-    return size
+    return size, tl.where(best >= MIN_N, best, 0)
 
 
 @triton.jit(do_not_specialize=["W", "L", "K", "VOCAB"])
@@ -243,10 +244,25 @@ def commit_kernel(
     if FIND:
         tl.debug_barrier()  # every thread has stored its part of the block before any thread reads the tokens
         own = (tokens + slot * L, tl.where(goes_on, n, 0).to(tl.int32), draft + slot * K, draft_size + slot)
-        found = _look_up(own[0], own[1], own[2], own[3], K, VOCAB, KP, MIN_N, MAX_N, SCAN, UNROLLED)
+        found, _ = _look_up(own[0], own[1], own[2], own[3], K, VOCAB, KP, MIN_N, MAX_N, SCAN, UNROLLED)
         tl.store(counts + row * 5 + 4, found.to(tl.int64))
     else:
         tl.store(counts + row * 5 + 4, tl.zeros((), tl.int64))
+
+
+@triton.jit(do_not_specialize=["L", "K", "VOCAB"])
+def look_up_kernel(
+    slots, tokens, length, active, found, size, match, L, K, VOCAB, KP: tl.constexpr, MIN_N: tl.constexpr,
+    MAX_N: tl.constexpr, SCAN: tl.constexpr, UNROLLED: tl.constexpr, PDL: tl.constexpr,
+):
+    """The look-up of one row by itself."""
+    row = tl.program_id(0).to(tl.int64)
+    wait(PDL)
+    slot = tl.load(slots + row)
+    n = tl.where(tl.load(active + slot), tl.load(length + slot), 0).to(tl.int32)
+    to, to_size = found + row * K, size + row
+    _, longest = _look_up(tokens + slot * L, n, to, to_size, K, VOCAB, KP, MIN_N, MAX_N, SCAN, UNROLLED)
+    tl.store(match + row, longest.to(tl.int64))
 
 
 def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Matrix, width: int, pdl: int = 0) -> Prepared:
@@ -312,6 +328,21 @@ def commit_and_draft(
     suffix (drafters/ngram.py), none for a row that has ended -> counts [B,5] int64: those of `commit`, the last column being
     the size of the next draft."""
     return _commit(pool, slot, choice, None, size, look_up, pdl)
+
+
+def look_up(
+    tokens: Tensor, length: Tensor, active: Tensor, slot: Tensor, wanted: LookUp, width: int, pdl: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The look-up for the slots [B], nothing for inactive ones: up to `width` tokens that followed the first occurrence of the
+    longest suffix, their number, and the length of the match. tokens, length, active: as in Pool.
+    -> [B,width], [B], [B] int64"""
+    rows = len(slot)
+    found, (size, match) = slot.new_empty(rows, width), slot.new_empty(2, rows)
+    look_up_kernel[(rows,)](
+        slot, tokens, length, active, found, size, match, tokens.shape[1], width, wanted.vocab, power_of_two(width),
+        wanted.min_n, wanted.max_n, SCAN, UNROLLED, pdl, **launch_options(SCAN_WARPS, pdl),
+    )
+    return found, size, match
 
 
 def _commit(
