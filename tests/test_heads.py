@@ -509,10 +509,11 @@ class Mtp:
             x = torch.cat(parts if self.embedding_first else parts[::-1], -1) @ w[f"{p}.weight"].T
             return causal_layer(w, rms(x, w["input_layernorm.weight"]), x)
 
-        norm = target.weights.norm.float()
+        final = target.weights.norm.float()
         out = target.weights.head.dense().float() if head is None else head
         return Published(
-            lambda states: rms(states[0], norm), step, lambda x: rms(x, w[f"{f}.weight"]), lambda x: x @ out.T,
+            lambda states: states[0] if self.family == "mimo" else rms(states[0], final), step,
+            lambda x: rms(x, w[f"{f}.weight"]), lambda x: x @ out.T,
             target.weights.embedding.dense().float() if embedding is None else embedding, self.zero_first,
         )  # fmt: skip
 
@@ -769,7 +770,7 @@ def shape(method: str, **changes: Any) -> HeadConfig:
     decoder = replace(decoder, **changes.pop("decoder", {}))
     states = (1, 3, 6) if eagle3 or flash else (LAYERS,)
     own: dict[str, Any] = {
-        "normed": not (eagle3 or flash), "own_head": vocab != VOCAB, "norm_output": mtp, "zero_first": mtp,
+        "normed": method == "eagle", "own_head": vocab != VOCAB, "norm_output": mtp, "zero_first": mtp,
         "embedding_first": not mtp, "block_size": 8 * flash, "mask_id": 5 * flash, "states": states,
     }  # fmt: skip
     return HeadConfig(method, decoder, H, VOCAB, LAYERS, **own | changes)
@@ -846,12 +847,15 @@ def test_a_difference_of_the_settings_is_noticed(tmp_path: Path, target: Target)
         for changes in ({"embedding_first": not variant.embedding_first}, {"zero_first": not variant.zero_first}):
             cases.append(("mtp", variant, folder, 1, changes))
         cases.append(("mtp", variant, folder, 1, {"norm_output": False}))
+        cases.append(("mtp", variant, folder, 1, {"normed": name == "MiMo"}))
     for method, variant, folder, states, changes in cases:
         t, head = variant.tensors(), loaded(folder, method, target)
         published = variant.published(t, target)
         assert worst(head, published, states) < TIGHT
         cos, sin = rope.tables(head.config.decoder.rope, D, 128)
-        other = Chain(replace(head.config, **changes), head.weights, head.kernels, cos, sin)
+        norm = target.weights.norm if changes.get("normed", head.config.normed) else None
+        weights = head.weights._replace(target_norm=norm)
+        other = Chain(replace(head.config, **changes), weights, head.kernels, cos, sin)
         assert worst(other, published, states) > NOTICED, (method, changes)
         assert worst(head, published, states, late=1) > NOTICED, method
 

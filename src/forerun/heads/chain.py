@@ -94,9 +94,8 @@ class Chain:
         """The features of positions, from the target's hidden states, one for each of config.states.
         [T,target_hidden] each -> [T,H]"""
         w, run, eps = self.weights, self.kernels, self.config.decoder.eps
-        if w.target_norm is not None:
-            return run.rms_norm(states[0], w.target_norm, eps)
-        assert w.fc is not None
+        if w.fc is None:
+            return states[0] if w.target_norm is None else run.rms_norm(states[0], w.target_norm, eps)
         if self.config.state_norms == "all":
             joined = run.rms_norm(run.join(states, (None,) * len(states), eps), w.state_norms[0], eps)
         else:

@@ -16,7 +16,7 @@ class HeadConfig:
     target_layers: of the target.
 
     states: the target's hidden states that it reads, as Target.forward numbers them (state i is the input of layer i).
-    normed: the state is read behind the target's final norm (EAGLE-1, MTP; states is then the last one alone).
+    normed: the state is read behind the target's final norm (EAGLE-1, and MTP but for MiMo's; states is the last one alone).
     state_norms: norms before fc: "none", "each" (one for every state: EAGLE-3.1, fc_norm) or "all" (one over the concatenated
     states: norm_before_fc).
     embedding_first: the order of embedding and feature where a module joins them.

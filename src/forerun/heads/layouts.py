@@ -30,8 +30,8 @@ class Modules(NamedTuple):
     """How a family names the tensors of a module for multi-token prediction, and how it joins embedding and feature. found:
     names that tell the family. at: what the names of module i begin with ({i}; {n}: i + number of the target's layers). parts:
     what stands for the beginnings of canonical names ({at}: as above). copies: the same for the embedding and the head, of
-    which each module has a copy. scope: what the names of all modules begin with, if not `at`. minus_one: norm weights are
-    stored minus 1."""
+    which each module has a copy. scope: what the names of all modules begin with, if not `at`. normed: the feature is the
+    target's last state behind its final norm. minus_one: norm weights are stored minus 1."""
 
     family: str
     found: re.Pattern[str]
@@ -41,13 +41,14 @@ class Modules(NamedTuple):
     scope: str = ""
     embedding_first: bool = True
     zero_first: bool = True
+    normed: bool = True
     minus_one: bool = False
 
 
 MODULES = (
     Modules(
         "MiMo", re.compile(r"model\.mtp_layers\.\d+\."), "model.mtp_layers.{i}.", scope="model.mtp_layers.",
-        embedding_first=False,
+        embedding_first=False, normed=False,
     ),
     Modules(
         "Qwen3-Next", re.compile(r"mtp\."), "mtp.layers.{i}.",
@@ -329,7 +330,7 @@ def _mtp(head: _Head) -> HeadConfig:
         raise unusable(head.folder, f"tensor {query} has {wide} rows: gated attention in a module of MTP is not supported yet")
     decoder = replace(decoder, qkv_bias=bias, out_bias=head.has("mtp_layers.0.self_attn.o_proj.bias"))
     return HeadConfig(
-        "mtp", decoder, target.hidden_size, target.vocab_size, target.layers, (target.layers,), normed=True,
+        "mtp", decoder, target.hidden_size, target.vocab_size, target.layers, (target.layers,), normed=family.normed,
         embedding_first=family.embedding_first, norm_output=True, zero_first=family.zero_first,
         own_embedding=copies and embedding, own_head=copies and own, modules=modules,
     )  # fmt: skip
