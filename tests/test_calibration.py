@@ -4,106 +4,17 @@ known, and the choice between a head and a look-up."""
 from __future__ import annotations
 
 import random
-from math import exp
-from typing import NamedTuple
 
 import pytest
 import torch
 
-from forerun.drafters import Rows, Worth, calibration
-from forerun.drafters.calibration import BINS, HEAD, LOOK_UP, Calibration, Candidates, Weighed, priors
-from forerun.drafters.measured import Found, Stop
+from forerun.drafters import Worth, calibration
+from forerun.drafters.calibration import Calibration, Candidates, Weighed
+from forerun.drafters.calibration_host import HostCalibration, Row
+from forerun.drafters.measured import Stop
 from forerun.engine.state import RowState
 
 K, SLOTS = 4, 6
-
-
-class Kept(NamedTuple):
-    """A drafted token of a slot: its candidate, index and id, the bins that count it, and the table's rates then."""
-
-    candidate: int
-    index: int
-    token: int
-    bins: tuple[int, ...]
-    told: float
-
-
-class Twin:
-    """Token by token, with dictionaries."""
-
-    def __init__(self) -> None:
-        self.rate, self.weight = priors().tolist(), [calibration.PRIOR_WEIGHT] * BINS
-        self.luck = {(slot, who): [0.0, 0.0] for slot in range(SLOTS) for who in (HEAD, LOOK_UP)}
-        self.kept: dict[int, list[Kept]] = {}
-
-    def odds(self, slot: int, who: int) -> float:
-        off, spread = self.luck[slot, who]
-        most = calibration.MOST_SHIFT
-        return exp(min(max(off / (spread + calibration.PRECISION), -most), most))
-
-    def corrected(self, rate: float, odds: float) -> float:
-        rate = min(max(rate, calibration.LEAST), calibration.MOST)
-        found = rate * odds / (1 - rate + rate * odds)
-        return min(max(found, calibration.LEAST), calibration.MOST)
-
-    def weigh(
-        self, slot: int, head: list[int], chances: list[float], found: list[int], match: int
-    ) -> tuple[list[int], list[float], int]:
-        """The draft, its survival probabilities, and the candidate that it is."""
-        sure = [sum(chance >= edge for edge in calibration.EDGES) for chance in chances]
-        long = sum(match >= least for least in calibration.MATCHES)
-        many, places = calibration.CHANCES, calibration.PLACES
-        same = 0
-        while same < min(len(head), len(found)) and head[same] == found[same]:
-            same += 1
-        parts = same < min(len(head), len(found))
-        kept, survival = [], {HEAD: list[float](), LOOK_UP: list[float]()}
-        for who, tokens in ((HEAD, head), (LOOK_UP, found)):
-            alive = 1.0
-            for i, token in enumerate(tokens):
-                place = min(i, places - 1)
-                by_length = long * places + place
-                own = who == HEAD
-                if i < same:
-                    fine, own = calibration.AGREED + long * many + sure[i], True
-                elif who == HEAD:
-                    kind = calibration.ALONE if not parts else calibration.PARTED if i == same else calibration.APART
-                    fine = kind + place * many + sure[i]
-                elif parts:
-                    fine = calibration.SPLIT + long * many + sure[i] if i == same else calibration.TAIL + by_length
-                else:
-                    fine = (calibration.FOLLOWS if head else calibration.FOUND) + by_length
-                coarse = calibration.TYPICAL + min(i, calibration.DEEP - 1) if who == HEAD else calibration.FOUND + by_length
-                counted = who == HEAD or (i >= same and bool(head))
-                told = self.rate[fine if who == HEAD else coarse]
-                kept.append(Kept(who, i, token, (fine, coarse) if counted else (coarse,), told))
-                alive *= self.corrected(self.rate[fine], self.odds(slot, HEAD if own else LOOK_UP))
-                survival[who].append(alive)
-        self.kept[slot] = kept
-        who = LOOK_UP if sum(survival[LOOK_UP]) > sum(survival[HEAD]) else HEAD
-        return (head, found)[who], survival[who], who
-
-    def learn(self, committed: dict[int, list[int]]) -> None:
-        counted: dict[int, list[int]] = {}
-        for slot, tokens in committed.items():
-            for who in (HEAD, LOOK_UP):
-                off = spread = 0.0
-                any_tried, alive = False, True
-                for one in self.kept.get(slot, []):
-                    if one.candidate != who or not alive or one.index >= len(tokens):
-                        continue
-                    right = one.token == tokens[one.index]
-                    off, spread, any_tried = off + right - one.told, spread + one.told * (1 - one.told), True
-                    for at in one.bins:
-                        counted.setdefault(at, []).append(right)
-                    alive = right
-                if any_tried:
-                    old = self.luck[slot, who]
-                    self.luck[slot, who] = [calibration.MEMORY * a + b for a, b in zip(old, (off, spread), strict=True)]
-        for at, rights in counted.items():
-            weight = self.weight[at] + len(rights)
-            self.rate[at] = (self.rate[at] * self.weight[at] + sum(rights)) / weight
-            self.weight[at] = min(weight, calibration.WINDOW)
 
 
 def padded(rows: list[list[float]] | list[list[int]]) -> torch.Tensor:
@@ -124,8 +35,10 @@ def commit(state: RowState, slots: list[int], tokens: list[list[int]]) -> torch.
 
 def lived(rng: random.Random, steps: int) -> tuple[float, set[str]]:
     """Both forms through the same steps. The largest difference of probabilities, and what has occurred."""
-    state, twin = RowState(SLOTS, 4000, 1, torch.device("cpu"), K), Twin()
+    state, host = RowState(SLOTS, 4000, 1, torch.device("cpu"), K), HostCalibration()
     it, worst, seen = Calibration(state), 0.0, set[str]()
+    for slot in range(SLOTS - 1):
+        host.admit(slot)
     for _ in range(steps):
         slots = rng.sample(range(SLOTS - 1), rng.randint(1, SLOTS - 1))
         head = [[rng.randrange(2) for _ in range(rng.randint(0, K))] for _ in slots]
@@ -133,92 +46,55 @@ def lived(rng: random.Random, steps: int) -> tuple[float, set[str]]:
         chances = [[rng.random() ** 0.3 for _ in row] for row in head]
         match = [rng.randint(1, 9) if row else 0 for row in found]
         got = it.weigh(torch.tensor(slots), made(head, chances, found, match))
-        for row, slot in enumerate(slots):
-            tokens, survival, source = twin.weigh(slot, head[row], chances[row], found[row], match[row])
-            totals = [float(x.sum()) for x in got.survival]
-            assert abs(totals[row] - sum(survival)) < 1e-4
-            if int(got.source[row]) != source:  # only where both bring the same
+        for i, slot in enumerate(slots):
+            row = host.row(slot, K, found[i], match[i])
+            for token, chance in zip(head[i], chances[i], strict=True):
+                row.take(token, chance)
+            row.end()
+            tokens, survival, source = row.draft()
+            size = int(got.size[i])
+            assert abs(float(got.survival[i].sum()) - sum(survival)) < 1e-3
+            cheap = row.cheap()
+            worst = max([worst, *(abs(a - b) for a, b in zip(got.found[i].tolist(), cheap, strict=False))])
+            if int(got.source[i]) != source:  # both bring the same
                 seen.add("tie")
                 continue
-            size = int(got.size[row])
-            assert got.tokens[row, :size].tolist() == tokens
-            worst = max([worst, *(abs(a - b) for a, b in zip(got.survival[row].tolist(), survival, strict=False))])
-            seen.add(("head", "look-up")[source])
-            seen.add(f"{len(head[row])} and {len(found[row])}")
+            assert got.tokens[i, :size].tolist() == tokens
+            worst = max([worst, *(abs(a - b) for a, b in zip(got.survival[i].tolist(), survival, strict=False))])
+            seen |= {("head", "look-up")[source], f"{len(head[i])} and {len(found[i])}"}
         others = rng.sample(slots, rng.randint(1, len(slots)))
         tokens = [[rng.randrange(2) for _ in range(rng.randint(0, K + 1))] for _ in others]
         it.learn(torch.tensor(others), commit(state, others, tokens))
-        twin.learn(dict(zip(others, tokens, strict=True)))
-        it.forget(torch.tensor(others))
-        for slot in others:
-            twin.kept.pop(slot)
-        worst = max(worst, float((it.rate - torch.tensor(twin.rate)).abs().max()))
-        worst = max([worst, *(abs(float(it.luck[s, w, i]) - twin.luck[s, w][i]) for s, w in twin.luck for i in (0, 1))])
+        host.learn(dict(zip(others, tokens, strict=True)))
+        it.bins[torch.tensor(others)] = -1
+        worst = max(worst, float((it.rate - torch.tensor(host.rate)).abs().max()))
+        luck = torch.tensor([host.luck[slot] for slot in range(SLOTS - 1)])
+        worst = max(worst, float((it.luck[: SLOTS - 1] - luck).abs().max()))
     return worst, seen
 
 
-def test_the_tables_are_those_of_the_slow_twin() -> None:
+def test_tensors_and_host_agree() -> None:
     worst, seen = lived(random.Random(1), 300)
     assert worst < 1e-3
     assert seen >= {"head", "look-up", *(f"{a} and {b}" for a in range(K + 1) for b in range(K + 1))}
 
 
-@pytest.mark.parametrize("fault", ["LINES", "MEMORY", "WINDOW", "MATCHES"])
-def test_the_twin_notices_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = {"LINES": (0, 1, 0, 0), "MEMORY": 0.8, "WINDOW": 64.0, "MATCHES": (2, 3, 5, 6, 7)}[fault]
-    twin_of, real = Twin.weigh, getattr(calibration, fault)
-
-    def weigh(self: Twin, *given: object) -> object:
-        monkeypatch.setattr(calibration, fault, real)  # the twin is right
-        try:
-            return twin_of(self, *given)  # type: ignore[arg-type]
-        finally:
-            monkeypatch.setattr(calibration, fault, wrong)
-
-    learn_of = Twin.learn
-
-    def learn(self: Twin, committed: dict[int, list[int]]) -> None:
-        monkeypatch.setattr(calibration, fault, real)
-        learn_of(self, committed)
-        monkeypatch.setattr(calibration, fault, wrong)
-
-    monkeypatch.setattr(Twin, "weigh", weigh)
-    monkeypatch.setattr(Twin, "learn", learn)
-    monkeypatch.setattr(calibration, fault, wrong)
+@pytest.mark.parametrize("fault", ["coarse bins", "luck", "agreement", "split"])
+def test_faults_of_one_form_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "coarse bins":
+        monkeypatch.setattr(calibration, "LINES", (0, 1, 0, 0))
+    elif fault == "luck":
+        monkeypatch.setattr(HostCalibration, "odds", lambda self, slot: (1.0, 1.0))
+    elif fault == "agreement":
+        real = Row.take
+        monkeypatch.setattr(Row, "take", lambda self, token, chance: real(self, token, chance * 0.9))
+    else:
+        monkeypatch.setattr(Row, "_behind", lambda self, i: self._by_length(calibration.TAIL, i))
     try:
-        worst, _ = lived(random.Random(1), 300)
+        worst, _ = lived(random.Random(1), 100)
     except AssertionError:
         return
     assert worst > 1e-2
-
-
-def test_the_host_expects_the_same_while_it_drafts() -> None:
-    """Stop follows a row token by token; after the last one it knows what `weigh` says of both candidates."""
-    rng, state = random.Random(2), RowState(SLOTS, 400, 1, torch.device("cpu"), K)
-    it = Calibration(state)
-    it.rate.copy_(torch.rand(BINS, generator=torch.Generator().manual_seed(0)))
-    it.luck.copy_(torch.rand(it.luck.shape, generator=torch.Generator().manual_seed(1)))
-    parted = 0
-    for _ in range(200):
-        head, found = ([rng.randrange(2) for _ in range(K)] for _ in range(2))
-        found = found[: rng.randint(0, K)]
-        chances, match = [rng.random() for _ in range(K)], rng.randint(1, 9)
-        c = made([head], [chances], [found], [match])
-        rows = Rows(torch.tensor([2]), torch.tensor([K]), K, worth=Worth(0.0, 0.0, lambda rows: 0.0))
-        stop = Stop(it, rows, Found(c.look_up, c.look_up_size, c.match), 1)
-        assert stop.before().tolist() == [True]
-        for i in range(1, K):
-            stop.after(i, c.head, torch.tensor([chances]))
-            stop._on[0].on = True
-        row = stop._on[0]
-        row.take(head[-1], chances[-1])
-        got = it.weigh(rows.slot, c)
-        if row.parted:
-            parted += 1
-            assert float(got.survival.sum()) == pytest.approx(max(row.expected, row.found), rel=1e-3)
-        elif len(found) < K:
-            assert float(got.survival.sum()) == pytest.approx(row.expected, rel=1e-3)
-    assert parted > 50
 
 
 def drafts_of(rng: random.Random, truth: dict[float, float], text: int) -> tuple[list[int], list[float]]:
@@ -313,9 +189,45 @@ def test_slots_without_drafts_and_the_dummy_slot_teach_nothing() -> None:
     it.weigh(slot, made([[5] * K] * 2, [[0.6] * K] * 2, [[5] * K] * 2, [3, 3]))
     it.learn(slot, commit(state, [SLOTS - 1, 2], [[5, 5], []]))
     assert torch.equal(it.rate, before) and not it.luck.any()
-    it.forget(slot)
+    it.bins[slot] = -1
     it.learn(slot, commit(state, [SLOTS - 1, 2], [[5, 5], [5]]))
     assert torch.equal(it.rate, before)
     it.weigh(slot, made([[5] * K] * 2, [[0.6] * K] * 2, [[5] * K] * 2, [3, 3]))
     it.learn(slot, commit(state, [SLOTS - 1, 2], [[5, 5], [5]]))
     assert not torch.equal(it.rate, before)
+
+
+def stops(worth: Worth, found: list[int], head: list[int], chance: float, match: int = 3) -> int:
+    """How many tokens a row drafts."""
+    row = HostCalibration().row(0, K, found, match)
+    stop = Stop([row], worth, 1)
+    if not stop.before().item():
+        return 0
+    for i in range(1, K + 1):
+        if not stop.after(i, torch.tensor([head]), torch.full((1, K), chance)).item():
+            return i
+    return K
+
+
+def test_passes_are_made_while_they_pay() -> None:
+    """A pass costs a tenth of a step that brings a token."""
+    worth = Worth(1.0, 0.01, lambda rows: 0.1)
+    assert stops(worth, [], [5] * K, 0.95) == K
+    assert 0 < stops(worth, [], [5] * K, 0.3) < K
+    assert stops(Worth(1.0, 0.01, lambda rows: 0.9), [], [5] * K, 0.95) == 0, "passes are too dear"
+    assert stops(Worth(1.0, 0.7, lambda rows: 0.0), [], [5] * K, 0.95) == 0, "positions are too dear"
+    assert stops(worth, [5] * K, [5] * K, 0.95, match=9) == 0, "the look-up is sure enough"
+    dearer = worth._replace(passes=lambda rows: 0.2)
+    assert stops(dearer, [], [5] * K, 0.95) == K
+    assert 0 < stops(dearer, [5] * K, [5] * K, 0.95, match=2) < K, "where they agree, the look-up goes on"
+    assert stops(worth, [5, 5], [5] * K, 0.95, match=2) == K, "the look-up's draft is short"
+
+
+def test_rows_share_the_cost_of_a_pass() -> None:
+    alone, worth = HostCalibration(), Worth(2.0, 0.01, lambda rows: 0.4)
+    rows = [alone.row(slot, K) for slot in range(3)]
+    assert not Stop(rows[:1], worth, 1).before().any() and Stop(rows, worth, 1).before().all()
+    rows[1].found = [5] * K
+    rows[1]._long = calibration.LENGTHS - 1
+    dearer = worth._replace(position=0.08)
+    assert Stop(rows, dearer, 1).before().tolist() == [True, False, True], "each has to be worth its position"

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, wh
 from forerun.drafters import Needs, Rows
 from forerun.drafters.calibration import BINS, Calibration, Candidates
 from forerun.drafters.fused_measured import FusedCalibration, FusedMeasured
-from forerun.drafters.measured import LookUp, Measured
+from forerun.drafters.measured import DeviceMeasured, LookUp
 from forerun.engine.state import RowState
 from forerun.kernels import cuda_mixed
 from forerun.kernels.cuda import CudaKernels
@@ -90,14 +90,14 @@ def test_a_whole_proposal(wanted: LookUp | None, passes: bool) -> None:
     head = torch.randint(0, 4, (6, width), generator=torch.Generator().manual_seed(0))
     survival = torch.rand(6, width, generator=torch.Generator().manual_seed(1)).cumprod(1)
     text = [[rng.randrange(4) for _ in range(rng.randint(1, 60))] for _ in range(6)]
-    for kind, state in zip((Measured, FusedMeasured), states(width), strict=True):
+    for kind, state in zip((DeviceMeasured, FusedMeasured), states(width), strict=True):
         device = state.length.device
         for slot, ids in enumerate(text):
             state.tokens[slot, : len(ids)] = torch.tensor(ids)
             state.length[slot] = len(ids)
         state.active[:5] = True
-        last = True if kind is Measured else CudaKernels(DEVICE)
-        it = kind(Head(head, survival), state, wanted, False, last)  # type: ignore[arg-type]
+        last = () if kind is DeviceMeasured else (CudaKernels(DEVICE),)
+        it = kind(Head(head, survival), state, wanted, False, *last)  # type: ignore[arg-type]
         k = torch.where(state.active[:6], width, 0)
         found.append(it.propose(Rows(torch.arange(6, device=device), k, width, passes=passes)))
     plain, fast = found

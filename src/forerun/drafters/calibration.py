@@ -128,10 +128,6 @@ class Calibration:
         self.luck.zero_()
         self.bins.fill_(-1)
 
-    def forget(self, slot: Tensor) -> None:
-        """These slots [B] have no candidates."""
-        self.bins[slot] = -1
-
     def learn(self, slot: Tensor, count: Tensor) -> None:
         """Compare the candidates of these slots [B] with the tokens that the step has committed, `count` [B] of each."""
         state, at = self._state, self._at

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forerun.drafters import Drafter, Rows, RowState, calibration
 from forerun.drafters.calibration import Calibration, Candidates, Weighed
-from forerun.drafters.measured import Found, LookUp, Measured
+from forerun.drafters.measured import DeviceMeasured, Found, LookUp
 from forerun.kernels import Kernels, cuda_mixed, cuda_step
 from forerun.kernels.cuda import CudaKernels
 
@@ -33,11 +33,10 @@ class FusedCalibration(Calibration):
         return Weighed(*cuda_mixed.weigh(*given, self._limits, self._kinds, self._pdl))
 
 
-class FusedMeasured(Measured):
+class FusedMeasured(DeviceMeasured):
     def __init__(self, model: Drafter, state: RowState, look_up: LookUp | None, drawn: bool, kernels: Kernels) -> None:
-        super().__init__(model, state, look_up, drawn, padded=True)
         self._pdl = cast(CudaKernels, kernels).pdl
-        self.calibration = FusedCalibration(state, self._pdl)
+        super().__init__(model, state, look_up, drawn, FusedCalibration(state, self._pdl))
         self._nothing: dict[int, Found] = {}  # by rows
 
     def _find(self, rows: Rows) -> Found:

@@ -14,32 +14,16 @@ given the choice, each draft is drawn from the probabilities that come with it; 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.drafters import Drafter, Observed, Rows, RowState
-from forerun.drafters.calibration import (
-    AGREED,
-    ALONE,
-    APART,
-    CHANCES,
-    DEEP,
-    EDGES,
-    FOLLOWS,
-    FOUND,
-    MATCHES,
-    PARTED,
-    PLACES,
-    SPLIT,
-    TAIL,
-    TYPICAL,
-    Calibration,
-    Candidates,
-)
+from forerun.drafters import Drafter, Observed, Rows, RowState, Worth
+from forerun.drafters.calibration import LEAST_SURVIVAL, Calibration, Candidates
+from forerun.drafters.calibration_host import HostCalibration, Row
 from forerun.drafters.host import pack
 from forerun.drafters.ngram import NgramIndex, match
 from forerun.types import Draft, Request
@@ -64,70 +48,50 @@ class Found(NamedTuple):
     match: Tensor
 
 
+class Tables(Protocol):
+    """Calibration or HostCalibration."""
+
+    def admit(self, slot: int) -> None: ...
+
+    def restart(self) -> None: ...
+
+
 class Measured:
-    def __init__(self, model: Drafter, state: RowState, look_up: LookUp | None, drawn: bool, padded: bool) -> None:
-        self.calibration = Calibration(state)
+    """What both layouts share."""
+
+    def __init__(self, model: Drafter, state: RowState, look_up: LookUp | None, drawn: bool, tables: Tables) -> None:
         self.needs = model.needs._replace(skips=not drawn, cheap=look_up is not None and not drawn)
-        self._model, self._state, self._look_up, self._drawn, self._padded = model, state, look_up, drawn, padded
-        self._index: dict[int, NgramIndex] = {}  # by slot, exact layout
+        self._model, self._state, self._look_up, self._drawn, self._tables = model, state, look_up, drawn, tables
 
     def admit(self, slot: int, request: Request) -> None:
         self._model.admit(slot, request)
-        self.calibration.admit(slot)
-        if self._look_up is not None and not self._padded:
-            self._index[slot] = NgramIndex(self._look_up.min_n, self._look_up.max_n)
+        self._tables.admit(slot)
 
     def release(self, slot: int, finished: bool) -> None:
         self._model.release(slot, finished)
-        self._index.pop(slot, None)
 
     def restart(self) -> None:
         self._model.restart()
-        self.calibration.restart()
-        self._index = {}
+        self._tables.restart()
 
     def observe(self, seen: Observed) -> None:
         if not self._drawn:
-            self.calibration.learn(seen.slot[: len(seen.committed)], seen.committed)
+            self._learn(seen)
         self._model.observe(seen)
 
     def propose(self, rows: Rows) -> Draft:
-        found = self._find(rows)
-        stop = None
-        if rows.worth is not None and not self._drawn:
-            stop = Stop(self.calibration, rows, found, self.needs.pass_tokens)
-            k = torch.where(stop.before(), rows.k, 0)
-            draft = self._model.propose(rows._replace(k=k, width=int(k.max()) if len(k) else 0, going=stop.after))
-        elif rows.passes:
-            draft = self._model.propose(rows)
-        else:
-            draft = Draft(found.tokens, torch.zeros_like(rows.k), None, torch.zeros(found.tokens.shape, device=rows.k.device))
-        if self._drawn:
-            return self._by_rule(draft, found)
-        assert draft.confidence is not None
-        tokens, survival = draft.tokens, draft.confidence
-        if narrow := found.tokens.shape[1] - tokens.shape[1]:
-            tokens, survival = F.pad(tokens, (0, narrow)), F.pad(survival, (0, narrow))
-        chosen = self.calibration.weigh(rows.slot, Candidates(tokens, draft.size, survival, *found))
-        return Draft(chosen.tokens, chosen.size, None, chosen.survival, chosen.found)
+        return self._by_rule(self._model.propose(rows), self._find(rows)) if self._drawn else self._weighed(rows)
+
+    def _learn(self, seen: Observed) -> None:
+        raise NotImplementedError
+
+    def _weighed(self, rows: Rows) -> Draft:
+        """The better of the candidates of each row."""
+        raise NotImplementedError
 
     def _find(self, rows: Rows) -> Found:
         """What the look-up finds for these rows, K wide."""
-        width, given = self._state.draft.shape[1], self._look_up
-        if given is None or not width:
-            return Found(rows.slot.new_zeros(len(rows.slot), width), *rows.slot.new_zeros(2, len(rows.slot)))
-        if self._padded:
-            tokens, size, length = match(self._state.tokens[rows.slot], self._state.length[rows.slot], *given[:2], width)
-            known = (tokens < given.vocab).cumprod(1).sum(1)
-            return Found(tokens, torch.minimum(torch.minimum(size, rows.k), known), length)
-        drafts, lengths = [], []
-        for slot, k in zip(rows.slot.tolist(), rows.k.tolist(), strict=True):
-            index = self._index.get(slot) if k else None  # none: the dummy slot, while passes are timed
-            draft, longest = index.propose(self._state.history(slot), k) if index is not None else ([], 0)
-            drafts.append(draft)
-            lengths.append(longest)
-        packed = pack(drafts, width, given.vocab)
-        return Found(packed.tokens, packed.size, torch.tensor(lengths, dtype=torch.int64))
+        raise NotImplementedError
 
     def _by_rule(self, draft: Draft, found: Found) -> Draft:
         """Drawn drafts: the look-up's tokens with probability 1, or the model's."""
@@ -144,105 +108,132 @@ class Measured:
         )  # fmt: skip
 
 
-class Stop:
-    """Decides on the host, before each pass of a model, which rows are worth it. The gain of a row's next token is the chance
-    that it and all before it are right; beside a look-up's token that is still in agreement it is the chance that the look-up
-    is wrong there and the model right."""
+class DeviceMeasured(Measured):
+    """With the padded layout, on tensors. fused_measured.py has the fast form for CUDA."""
 
-    def __init__(self, calibration: Calibration, rows: Rows, found: Found, pass_tokens: int) -> None:
-        assert rows.worth is not None
-        self._worth, self._block, self._rows = rows.worth, pass_tokens > 1, rows
-        self._rate = calibration.rate.tolist()
-        odds = calibration.shift(rows.slot).exp().tolist()
-        columns = zip(odds, found.tokens.tolist(), found.size.tolist(), found.match.tolist(), rows.k.tolist(), strict=True)
-        self._on = [Row(self._rate, *one) for one in columns]
+    def __init__(
+        self, model: Drafter, state: RowState, look_up: LookUp | None, drawn: bool, calibration: Calibration | None = None
+    ) -> None:
+        self.calibration = calibration or Calibration(state)
+        super().__init__(model, state, look_up, drawn, self.calibration)
+
+    def _learn(self, seen: Observed) -> None:
+        self.calibration.learn(seen.slot[: len(seen.committed)], seen.committed)
+
+    def _weighed(self, rows: Rows) -> Draft:
+        found = self._find(rows)
+        if rows.passes:
+            draft = self._model.propose(rows)
+        else:
+            draft = Draft(found.tokens, torch.zeros_like(rows.k), None, torch.zeros(found.tokens.shape, device=rows.k.device))
+        assert draft.confidence is not None
+        tokens, survival = draft.tokens, draft.confidence
+        if narrow := found.tokens.shape[1] - tokens.shape[1]:
+            tokens, survival = F.pad(tokens, (0, narrow)), F.pad(survival, (0, narrow))
+        chosen = self.calibration.weigh(rows.slot, Candidates(tokens, draft.size, survival, *found))
+        return Draft(chosen.tokens, chosen.size, None, chosen.survival, chosen.found)
+
+    def _find(self, rows: Rows) -> Found:
+        width, given = self._state.draft.shape[1], self._look_up
+        if given is None or not width:
+            return Found(rows.slot.new_zeros(len(rows.slot), width), *rows.slot.new_zeros(2, len(rows.slot)))
+        tokens, size, length = match(self._state.tokens[rows.slot], self._state.length[rows.slot], *given[:2], width)
+        known = (tokens < given.vocab).cumprod(1).sum(1)
+        return Found(tokens, torch.minimum(torch.minimum(size, rows.k), known), length)
+
+
+class HostMeasured(Measured):
+    """With the exact layout, on the host."""
+
+    def __init__(self, model: Drafter, state: RowState, look_up: LookUp | None, drawn: bool) -> None:
+        self.calibration = HostCalibration()
+        super().__init__(model, state, look_up, drawn, self.calibration)
+        self._index: dict[int, NgramIndex] = {}
+
+    def admit(self, slot: int, request: Request) -> None:
+        super().admit(slot, request)
+        if self._look_up is not None:
+            self._index[slot] = NgramIndex(self._look_up.min_n, self._look_up.max_n)
+
+    def release(self, slot: int, finished: bool) -> None:
+        super().release(slot, finished)
+        self._index.pop(slot, None)
+
+    def restart(self) -> None:
+        super().restart()
+        self._index = {}
+
+    def _learn(self, seen: Observed) -> None:
+        history, committed = self._state.history, dict[int, Sequence[int]]()
+        for slot, count in zip(seen.slot.tolist(), seen.committed.tolist(), strict=False):
+            text = history(slot)
+            committed[slot] = text[len(text) - count :].tolist()
+        self.calibration.learn(committed)
+
+    def _search(self, slot: int, k: int) -> tuple[list[int], int]:
+        """What the look-up finds for a slot: at most k tokens, and the length of the match."""
+        index = self._index.get(slot) if k else None  # none: the dummy slot, while passes are timed
+        if index is None or self._look_up is None:
+            return [], 0
+        found, match = index.propose(self._state.history(slot), k)
+        known = next((i for i, token in enumerate(found) if token >= self._look_up.vocab), len(found))
+        return found[:known], match
+
+    def _find(self, rows: Rows) -> Found:
+        found = [self._search(slot, k) for slot, k in zip(rows.slot.tolist(), rows.k.tolist(), strict=True)]
+        vocab = self._look_up.vocab if self._look_up is not None else 0
+        packed = pack([tokens for tokens, _ in found], self._state.draft.shape[1], vocab)
+        return Found(packed.tokens, packed.size, torch.tensor([match for _, match in found], dtype=torch.int64))
+
+    def _weighed(self, rows: Rows) -> Draft:
+        pairs = list(zip(rows.slot.tolist(), rows.k.tolist(), strict=True))
+        made = [self.calibration.row(slot, k, *self._search(slot, k)) for slot, k in pairs]
+        given = rows
+        if rows.worth is not None:
+            stop = Stop(made, rows.worth, self.needs.pass_tokens)
+            k = torch.where(stop.before(), rows.k, 0)
+            given = rows._replace(k=k, width=int(k.max()) if len(k) else 0, going=stop.after)
+        draft = self._model.propose(given)
+        assert draft.confidence is not None
+        columns = zip(made, draft.tokens.tolist(), draft.confidence.tolist(), draft.size.tolist(), strict=True)
+        for row, tokens, survival, size in columns:
+            for i in range(len(row.tokens), size):
+                row.take(tokens[i], survival[i] / max(survival[i - 1], LEAST_SURVIVAL) if i else survival[0])
+            row.end()
+        width, chosen = self._state.draft.shape[1], [row.draft() for row in made]
+        ids = [[*tokens, *[0] * (width - len(tokens))] for tokens, _, _ in chosen]
+        chances = [[*survival, *[0.0] * (width - len(survival))] for _, survival, _ in chosen]
+        size = torch.tensor([len(tokens) for tokens, _, _ in chosen], dtype=torch.int64)
+        shape = (len(made), width)
+        return Draft(
+            torch.tensor(ids, dtype=torch.int64).view(shape), size, None, torch.tensor(chances, dtype=torch.float32).view(shape)
+        )  # fmt: skip
+
+
+class Stop:
+    """Decides before each pass of a model which rows are worth it, and keeps the rows informed of what it drafts."""
+
+    def __init__(self, rows: list[Row], worth: Worth, pass_tokens: int) -> None:
+        self._rows, self._worth, self._block = rows, worth, pass_tokens > 1
+        self._on = [True] * len(rows)
 
     def before(self) -> Tensor:
-        return self._choose([row.gain_of_block() if self._block else row.gain() for row in self._on])
+        return self._choose([row.gain_of_block() if self._block else row.gain() for row in self._rows])
 
     def after(self, i: int, tokens: Tensor, chances: Tensor) -> Tensor:
         """As Rows.going."""
-        for row, token, chance in zip(self._on, tokens[:, i - 1].tolist(), chances[:, i - 1].tolist(), strict=True):
-            if row.at == i - 1 and row.on:
+        columns = zip(self._rows, self._on, tokens[:, i - 1].tolist(), chances[:, i - 1].tolist(), strict=True)
+        for row, on, token, chance in columns:
+            if on:
                 row.take(token, chance)
-        return self._choose([row.gain() for row in self._on])
+        return self._choose([row.gain() for row in self._rows])
 
     def _choose(self, gains: list[float]) -> Tensor:
         """Which rows go on. The pass is made if its gain in tokens is worth its time."""
         rate, position, passes = self._worth
-        for row, gain in zip(self._on, gains, strict=True):
-            row.on = row.on and gain > rate * position
-        net = [gain - rate * position for row, gain in zip(self._on, gains, strict=True) if row.on]
-        if net and sum(net) <= rate * passes(len(net)):
-            for row in self._on:
-                row.on = False
-        return torch.tensor([row.on for row in self._on], dtype=torch.bool)
-
-
-class Row:
-    """One row while it drafts. at: drafted tokens; agrees: whether the look-up has these too; sure: the chance that all are
-    right; found: what the look-up's draft is expected to bring; expected: the same of the tokens drafted."""
-
-    def __init__(self, rate: list[float], odds: list[float], tokens: list[int], size: int, match: int, k: int) -> None:
-        self._rate, (self._own, self._other) = rate, odds
-        self._tokens, self._size, self._k = tokens, size, k
-        self._length = bisect_right(MATCHES, match)
-        self.at, self.sure, self.expected, self.found = 0, 1.0, 0.0, 0.0
-        self.on, self.agrees, self.parted = k > 0, size > 0, False
-
-    def _of(self, bin: int, own: bool) -> float:
-        odds, rate = self._own if own else self._other, min(max(self._rate[bin], 0.005), 0.995)
-        return rate * odds / (1 - rate + rate * odds)
-
-    def take(self, token: int, chance: float) -> None:
-        """The model has drafted a token."""
-        i, sure = self.at, bisect_right(EDGES, chance)
-        place = min(i, PLACES - 1)
-        if self.agrees and i < self._size and token == self._tokens[i]:
-            self.sure *= self._of(AGREED + self._length * CHANCES + sure, True)
-        else:
-            if self.agrees and i < self._size:
-                kind, self.parted = PARTED, True
-                found = self.sure * self._of(SPLIT + self._length * CHANCES + sure, False)
-                self.found = self.expected + found
-                for j in range(i + 1, self._size):
-                    found *= self._of(TAIL + self._length * PLACES + min(j, PLACES - 1), False)
-                    self.found += found
-            else:
-                kind = APART if self.parted else ALONE
-            self.agrees = False
-            self.sure *= self._of(kind + place * CHANCES + sure, True)
-        self.expected += self.sure
-        self.at += 1
-
-    def _typical(self, i: int) -> float:
-        return self._of(TYPICAL + min(i, DEEP - 1), True)
-
-    def gain(self) -> float:
-        """Of the next token."""
-        if not self.on or self.at >= self._k:
-            return 0.0
-        gain = self.sure * self._typical(self.at)
-        if self.agrees and self.at < self._size:
-            kind = FOLLOWS if self.at else FOUND
-            gain *= 1 - self._of(kind + self._length * PLACES + min(self.at, PLACES - 1), False)
-        elif self.parted and self.expected + self._rest(self.at, self.sure) <= self.found:
-            return 0.0  # the look-up's draft stays the better one
-        return gain
-
-    def _rest(self, i: int, sure: float) -> float:
-        """What the model's tokens from i on are expected to bring."""
-        total = 0.0
-        for j in range(i, self._k):
-            sure *= self._typical(j)
-            total += sure
-        return total
-
-    def gain_of_block(self) -> float:
-        """Of all tokens at once, beside what the look-up's are expected to bring."""
-        if not self.on:
-            return 0.0
-        gain = self._rest(0, 1.0)
-        if self._size:
-            gain *= 1 - self._of(FOUND + self._length * PLACES, False)
-        return gain
+        net = [gain - rate * position for gain in gains]
+        self._on = [on and one > 0 for on, one in zip(self._on, net, strict=True)]
+        total = sum([one for on, one in zip(self._on, net, strict=True) if on])
+        if total <= rate * passes(sum(self._on)):
+            self._on = [False] * len(gains)
+        return torch.tensor(self._on, dtype=torch.bool)

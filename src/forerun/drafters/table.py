@@ -10,7 +10,7 @@ from forerun.drafters import Drafter
 from forerun.drafters.chain import ChainDrafter
 from forerun.drafters.dflash import DFlash
 from forerun.drafters.draft_model import DraftModel
-from forerun.drafters.measured import LookUp, Measured
+from forerun.drafters.measured import DeviceMeasured, HostMeasured, LookUp
 from forerun.drafters.ngram import DeviceNgram, Ngram
 from forerun.drafters.prediction import Prediction
 from forerun.drafters.suffix import Suffix
@@ -90,7 +90,7 @@ def _measured(model: Drafter, s: Speculation, c: DrafterContext) -> Drafter:
         from forerun.drafters.fused_measured import FusedMeasured  # needs triton, as above
 
         return FusedMeasured(model, c.state, look_up, drawn, kernels)
-    return Measured(model, c.state, look_up, drawn, c.padded)
+    return (DeviceMeasured if c.padded else HostMeasured)(model, c.state, look_up, drawn)
 
 
 TABLE: dict[str, Callable[[Speculation, DrafterContext], Drafter]] = {
