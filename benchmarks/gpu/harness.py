@@ -72,8 +72,9 @@ def head_shape(target: Target, method: str) -> HeadConfig:
     decoder = replace(c, vocab_size=vocab, layers=layers, windows=(), qk_norm=method == "dflash")
     states = (min(2, c.layers), c.layers // 2, max(c.layers - 3, 0)) if method in ("eagle3", "dflash") else (c.layers,)
     return HeadConfig(
-        method, decoder, c.hidden_size, target.vocab, c.layers, states, normed=method in ("eagle", "mtp"),
-        state_norms="each" if own else "none", own_head=own, norm_output=method == "mtp", block_size=8 if layers == 3 else 0,
+        method, decoder, c.hidden_size, target.vocab, c.layers, states, normed=method == "eagle",
+        state_norms="each" if own else "none", own_head=own, norm_output=method == "mtp", embedding_first=method != "mtp",
+        zero_first=method == "mtp", block_size=8 if layers == 3 else 0,
     )  # fmt: skip
 
 

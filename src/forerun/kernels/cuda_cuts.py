@@ -64,6 +64,8 @@ def choose(weight: Matrix, total: int, gate: bool = False) -> Tiles:
     apart = k >= 1024
     if n >= 32768:  # a head
         return Tiles(64, 4, 128, 4, apart=apart)
+    if n >= 6144 and not gate and k <= 1024:  # a draft vocabulary's head
+        return Tiles(64 if n >= 12288 else 32, 4, 0, 3)
     if gate:
         return Tiles(32, 4, 256, 3, apart=True) if k > 2048 else Tiles(16, 8, 0, 2 if apart else 3, apart=apart)
     if k <= 3072:
