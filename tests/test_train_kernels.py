@@ -106,7 +106,7 @@ def test_losses_and_their_gradient(mix: str, whole: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(fused, "WHOLE", 10)
         monkeypatch.setattr(fused, "PIECE", 32)
     rows, vocab = torch.tensor([0, 2, 1, 3, 3, 4], device=DEVICE), 100
-    given = torch.tensor(MIXES[mix], dtype=torch.float32, device=DEVICE)
+    given = torch.tensor([MIXES[mix], MIXES["hard" if mix == "hard" else "kl"]], dtype=torch.float32, device=DEVICE)
     logits, teacher = random(6, vocab, scale=2.0), random(5, vocab, seed=1, scale=2.0)
     label = torch.tensor([3, 99, -1, 0, 7, int(logits[5].argmax())], device=DEVICE)
     weight = torch.tensor([0.5, 1.0, 0.25, 0.0, 2.0, 1.0], device=DEVICE)
@@ -126,7 +126,7 @@ def test_losses_and_their_gradient(mix: str, whole: bool, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("learned", [True, False])
 def test_head_and_loss(learned: bool) -> None:
     """Through the product: gradients of its input, and of the vocabulary head if it learns."""
-    mix = torch.tensor(MIXES["lk"], device=DEVICE)
+    mix = torch.tensor([MIXES["lk"]], device=DEVICE)
     rows, label = torch.tensor([1, 0, 2, 2], device=DEVICE), torch.tensor([5, 6, -1, 8], device=DEVICE)
     weight, found = torch.tensor([0.5, 1.0, 0.0, 2.0], device=DEVICE), []
     x, head, teacher = random(4, 32), random(90, 32, seed=1, scale=0.4), random(3, 90, seed=2, scale=2.0)

@@ -41,8 +41,10 @@ def samples(target: Target, count: int = 12, seed: int = 0, least: int = 3, most
     return Samples(np.concatenate(texts).astype(np.int32), start.astype(np.int64), np.array(prompts, np.int32))
 
 
-def head_config(target: Target, kind: str) -> HeadConfig:
-    """kind: eagle3, eagle3 mapped, mtp, mtp of 2, eagle, dflash."""
+def head_config(target: Target, kind: str) -> HeadConfig | ModelConfig:
+    """kind: eagle3, eagle3 mapped, mtp, mtp of 2, eagle, dflash, draft."""
+    if kind == "draft":
+        return ModelConfig(target.config.vocab_size, 48, 96, 2, 2, 1, 32, 512, tied=True, dtype="float32")
     method, _, rest = kind.partition(" ")
     modules = 2 if rest == "of 2" or method == "dflash" else 1
     vocab = 150 if rest == "mapped" else target.config.vocab_size

@@ -2,8 +2,8 @@
 launches of a step with their microseconds, and the arithmetic and memory traffic that a step needs at least. Before that it
 checks that the fast operations agree with those in plain torch, and captured steps with others. Acceptance means nothing here.
 
-    PYTHONPATH=src python3 benchmarks/gpu/train_speed.py --out DIR [--shape SmolLM2-135M] [--methods eagle3] [--losses lk]
-        [--unroll 5] [--tokens 15360] [--draft-vocab 16384] [--samples 2000] [--steps 200]
+    PYTHONPATH=src python3 benchmarks/gpu/train_speed.py --out DIR [--shape SmolLM2-135M] [--losses lk]
+        [--methods eagle3,mtp,dflash,eagle,draft] [--unroll 5] [--tokens 15360] [--draft-vocab 16384] [--samples 2000] [--steps 200]
 
 Without CUDA all of it runs on the CPU, to try the script: --shape tiny --tokens 512 --draft-vocab 250 --samples 20 --steps 3.
 """
@@ -24,6 +24,7 @@ import torch
 from harness import CUDA, DEVICE, SHAPES, Record, head_shape, release, synchronize
 
 from forerun.heads.config import HeadConfig
+from forerun.models.config import ModelConfig
 from forerun.models.decoder import Target
 from forerun.train import plain
 from forerun.train.data import Samples
@@ -39,7 +40,10 @@ def random_samples(count: int, vocab: int, seed: int = 0) -> Samples:
     return Samples(rng.integers(3, vocab, start[-1], dtype=np.int32), start, prompt.astype(np.int32))
 
 
-def shape_of(target: Target, method: str, draft_vocab: int) -> HeadConfig:
+def shape_of(target: Target, method: str, draft_vocab: int) -> HeadConfig | ModelConfig:
+    if method == "draft":
+        c = target.config
+        return ModelConfig(c.vocab_size, 256, 768, 4, 4, 2, 64, c.max_positions, c.eps, c.rope, tied=True)
     config = head_shape(target, method)
     if method != "eagle3":
         return config
@@ -47,19 +51,21 @@ def shape_of(target: Target, method: str, draft_vocab: int) -> HeadConfig:
 
 
 def needed(it: Trainer) -> dict[str, float]:
-    """The floating-point operations of a step's products, and the bytes of logits that a step reads and writes at least."""
-    sizes, c, unroll = it._data.packing.sizes, it.config, it._unrolled
-    rows, hidden = it._values.shape
-    inner = it.parameters.count - (rows * hidden if it._master is not None else 0)
-    layer = sizes.tokens + (unroll - 1) * sizes.bases
-    if c.method == "dflash":
-        layer = sizes.tokens + sizes.bases
-    heads = unroll * sizes.bases
-    teacher = 2 * sizes.bases * rows * hidden
-    products = 6 * layer * inner + (6 if it._master is not None else 4) * heads * rows * hidden + teacher
+    """The floating-point operations of a step's products, about, and the bytes of logits that it reads and writes at least: the
+    teacher's once to write and once for each unrolled step, the drafter's twice to write and twice to read."""
+    sizes, unroll, learned = it._data.packing.sizes, it._unrolled, it._master is not None
+    vocab, hidden = it._values.shape
+    inner = it.parameters.count - learned * vocab * hidden
+    block = isinstance(it.config, HeadConfig) and it.config.method == "dflash"
+    anchors = sizes.bases // 4
+    places = sizes.tokens + (anchors * (unroll + 1) if block else (unroll - 1) * sizes.bases)
+    scored = anchors * unroll if block else sizes.bases * unroll
+    teacher = 0 if it.settings.loss == "hard" else sizes.bases
+    products = 6 * places * inner + ((6 if learned else 4) * scored + 2 * teacher) * vocab * hidden
+    logits = 2 * vocab * (scored * 4 + (teacher and teacher + scored))
     return {
         "parameters": it.parameters.count, "tokens": sizes.tokens, "bases": sizes.bases, "TFLOP": products / 1e12,
-        "logits_GB": 2 * rows * (sizes.bases + heads * 4) / 1e9,
+        "logits_GB": logits / 1e9,
     }  # fmt: skip
 
 
@@ -86,7 +92,7 @@ def speed(it: Trainer, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measured(target: Target, config: HeadConfig, samples: Samples, settings: Settings, steps: int) -> dict[str, Any]:
+def measured(target: Target, config: HeadConfig | ModelConfig, samples: Samples, settings: Settings, steps: int) -> dict[str, Any]:
     start = time.perf_counter()
     it = Trainer(target, config, samples, None, settings)
     synchronize()
@@ -108,16 +114,16 @@ def launches(it: Trainer) -> list[dict[str, Any]]:
     return [{"name": n[:90], "us": round(us / 3, 1), "launches": count[n] / 3} for n, us in spent.most_common(40)]
 
 
-def agreement(target: Target, config: HeadConfig, samples: Samples, settings: Settings) -> dict[str, Any]:
+def agreement(target: Target, config: HeadConfig | ModelConfig, samples: Samples, settings: Settings) -> dict[str, Any]:
     """Relative differences: of the first gradient between the fast operations and plain torch in the same dtype, by parameter
     the largest; of the parameters after 8 steps between captured and other steps."""
-    fast, slow = (Trainer(target, config, samples, None, settings, operations, False) for operations in (None, plain))
+    fast, slow = (Trainer(target, config, samples, None, settings, None, operations, False) for operations in (None, plain))
     fast.step()
     slow.step()
     parts = {
-        " ".join(names): float((fast.parameters._part(fast.parameters.grad, names) - want).norm() / want.norm().clamp(min=1e-9))
-        for names in fast.parameters._where
-        for want in [slow.parameters._part(slow.parameters.grad, names)]
+        " ".join(names): float((got - want).norm() / want.norm().clamp(min=1e-9))
+        for names in fast.parameters.names
+        for got, want in [(fast.parameters.gradient(names), slow.parameters.gradient(names))]
     }
     found: dict[str, Any] = {"gradient": parts, "losses": [fast.metrics()[-1].loss, slow.metrics()[-1].loss]}
     del slow

@@ -212,10 +212,11 @@ def _compared(s, t, top, total, best, mass):
 
 @triton.jit
 def loss_kernel(
-    logits, teacher, rows, label, weight, mix, loss, acceptance, hit, chance, V, SOFT: tl.constexpr, ONE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, teacher, rows, label, weight, mix, loss, acceptance, hit, chance, V, W,
+    SOFT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: its loss, and the gradient over its logits. SOFT: there is a teacher. ONE: a block holds the whole row."""
+    """One row: its loss, and the gradient over its logits. W: rows of mix. SOFT: there is a teacher. ONE: a block holds the
+    whole row."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     w, own = tl.load(weight + row), tl.load(label + row)
     mine = logits + row * V
@@ -228,7 +229,8 @@ def loss_kernel(
         tl.store(chance + row, 0.0)
     else:
         theirs = teacher + tl.load(rows + row).to(tl.int64) * V
-        kl, tv, nll, hard = tl.load(mix), tl.load(mix + 1), tl.load(mix + 2), tl.load(mix + 3)
+        shares = mix + row % W * 4
+        kl, tv, nll, hard = tl.load(shares), tl.load(shares + 1), tl.load(shares + 2), tl.load(shares + 3)
         top, total, best, mass = -float("inf"), 0.0, -float("inf"), 0.0
         away, taken, below = 0.0, 0.0, 0.0
         of_label = tl.load(mine + tl.maximum(own, 0)).to(tl.float32)
@@ -288,7 +290,7 @@ def gradient_in_place(
     block, warps = (power_of_two(v), 16 if v > 4096 else 4) if one else (PIECE, 8)
     theirs = logits if teacher is None else teacher
     loss_kernel[(n,)](
-        logits, theirs, rows, label, weight, mix, *out, v, teacher is not None, one, block, num_warps=warps
+        logits, theirs, rows, label, weight, mix, *out, v, len(mix), teacher is not None, one, block, num_warps=warps
     )  # fmt: skip
     return out
 

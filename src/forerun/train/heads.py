@@ -6,7 +6,7 @@ reads its pack from a plan on the device, so the host does nothing but start it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,26 +17,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.engine.memory import free_memory
-from forerun.heads.block import BlockWeights
-from forerun.heads.chain import Chain, ChainWeights
 from forerun.heads.config import HeadConfig
-from forerun.heads.loading import assemble, wanted
 from forerun.models import rope
+from forerun.models.config import ModelConfig
 from forerun.models.decoder import PADDING, Target
 from forerun.models.loading import Place
-from forerun.train import passes, plain
+from forerun.train import plain
 from forerun.train.data import Samples
 from forerun.train.features import Features, Seen
+from forerun.train.methods import AnyWeights, BlockMethod, ChainMethod, DraftMethod, Drawn, Method, Part
 from forerun.train.operations import Learned, TrainingKernels
 from forerun.train.packing import Corpus, Pack, Packing, lay_out
 from forerun.train.parameters import Parameters
-from forerun.train.passes import Part
 from forerun.train.settings import Settings
 from forerun.types import require
+from forerun.verify import noise
 
 KEPT = 1024  # steps whose metrics wait on the device, at most
 WARM_UP = 3  # steps before the capture
 RUNNING = 0.05  # the weight of a step in the running acceptance
+UNROLL = 5
+FEATURE_SHARE, TOKEN_SHARE = 1.0, 0.1  # EAGLE: of the loss on features, and of that on distributions
 SCALARS = 3  # of a row of metrics, before those of unrolled steps: loss, norm of the gradient, learning rate
 
 
@@ -85,41 +86,39 @@ class Held:
 
 
 class Trainer:
-    """Trains a head of the shape `config` for a target, on its device and in its dtype. `step` until `done`; `metrics` in
-    between; `weights` at the end."""
+    """Trains a head of the shape `config` for a target, or a draft model (a ModelConfig), on the target's device and in its
+    dtype. `step` until `done`; `metrics` in between; `weights` at the end."""
 
     def __init__(
-        self, target: Target, config: HeadConfig, samples: Samples, held_out: Samples | None = None,
-        settings: Settings | None = None, operations: ModuleType | None = None, graphs: bool | None = None,
+        self, target: Target, config: HeadConfig | ModelConfig, samples: Samples, held_out: Samples | None = None,
+        settings: Settings | None = None, initial: Mapping[str, Tensor] | None = None, operations: ModuleType | None = None,
+        graphs: bool | None = None,
     ) -> None:
-        """held_out: for `evaluate`. operations: the module plain or fused; None: fused on CUDA in 16 bits. graphs: capture the
-        step; None: with fused on CUDA. Raises SettingError for a head that cannot be trained, and for samples without
-        answers."""
+        """held_out: for `evaluate`. initial: values to begin with, by the names of heads/saving.py (tensors) or
+        models/loading.py (parts); places that are not there begin at random. operations: the module plain or fused; None: fused
+        on CUDA in 16 bits. graphs: capture the step; None: with fused on CUDA. Raises SettingError for a shape that cannot be
+        trained, and for samples without answers."""
         self.settings = settings or Settings()
-        self.target, self.config = target, config
-        self.device, hidden = target.device, config.decoder.hidden_size
-        fits = (config.target_hidden, config.target_layers) == (target.config.hidden_size, target.config.layers)
-        require(fits, "config", (config.target_hidden, config.target_layers), "give a head for this target's shape")
-        require(not any(config.decoder.windows), "windows", config.decoder.windows, "train a head without sliding windows")
-        apart = config.own_embedding and config.own_head
-        fits = apart or hidden == config.target_hidden
-        require(fits, "hidden_size", hidden, f"the head shares the target's embedding; give {config.target_hidden}")
+        self.target, self.config, self.device = target, config, target.device
+        self._decoder = decoder = config.decoder if isinstance(config, HeadConfig) else config
+        _check(target, config)
         self.operations = operations or self._operations()
-        dim = config.decoder.head_dim
+        dim = decoder.head_dim
         fits = self.operations is plain or (dim >= 16 and dim & (dim - 1) == 0)
         require(fits, "head_dim", dim, "the kernels for CUDA take powers of two, 16 or more; give for instance 64")
         self._graphed = self.device.type == "cuda" and self.operations is not plain if graphs is None else graphs
         self._kernels = TrainingKernels(self.operations)
-        self._unrolled = config.block_size - 1 if config.method == "dflash" else self.settings.unroll
-        self._set_up_head(samples)
+        self._method = self._chosen()
+        self._unrolled = self._method.unroll or self.settings.unroll or UNROLL
+        self._set_up_parameters(samples, initial or {})
         room = self.settings.feature_memory
         if room is None:
             room = int(free_memory(self.device) * (0.75 if self.device.type == "cuda" else 0.25))
-        given = (config.states, self.settings.tokens, self.settings.seed)
+        given = (self._method.states, self.settings.tokens, self.settings.seed)
         self._data = Held(target, samples, *given, room)
         self._held = None
         if held_out is not None:
-            room -= Features.bytes(target, config.states, len(samples.ids)) if self._data.features.stored else 0
+            room -= Features.bytes(target, self._method.states, len(samples.ids)) if self._data.features.stored else 0
             self._held = Held(target, held_out, *given, room)
         self._set_up_loop()
 
@@ -130,45 +129,60 @@ class Trainer:
             return fused
         return plain
 
-    def _set_up_head(self, samples: Samples) -> None:
-        config, target = self.config, self.target
-        self.parameters = Parameters(wanted(config), target.dtype, self.device)
-        ids = draft_ids(samples, target.vocab, config.draft_vocab).to(self.device) if config.mapped else None
-        self._use_ids(ids)
+    def _chosen(self) -> Method:
+        config, s = self.config, self.settings
+        if isinstance(config, ModelConfig):
+            return DraftMethod(config, self.target)
+        if config.method == "dflash":
+            return BlockMethod(config, self.target, s.anchors)
+        return ChainMethod(config, self.target, s.noise, s.unroll)
+
+    def _set_up_parameters(self, samples: Samples, initial: Mapping[str, Tensor]) -> None:
+        method, target = self._method, self.target
+        self.parameters = Parameters(method.places(), target.dtype, self.device)
+        self._use_ids(draft_ids(samples, target.vocab, method.draft_vocab).to(self.device) if method.mapped else None)
         generator = torch.Generator().manual_seed(self.settings.seed)
-        for place in wanted(config):
-            self.parameters.fill(place, self._initial(place, generator).to(self.device))
+        for place in method.places():
+            values = self._initial(place, generator)
+            if all(name in initial for name in place.names):
+                values = torch.cat([initial[name].float() for name in place.names])
+            self.parameters.fill(place, values.to(self.device))
 
     def _use_ids(self, ids: Tensor | None) -> None:
         """Take this draft vocabulary, [draft vocabulary] int64; None: the target's."""
-        target, config = self.target, self.config
+        target = self.target
         self.ids = ids
         whole = target.weights.head.dense()
         self._teacher = whole if ids is None else whole[ids]  # [draft vocabulary,H]
         self._draft_of = torch.full((target.config.vocab_size,), -1, device=self.device)
         known = torch.arange(len(self._teacher), device=self.device)
         self._draft_of[known if ids is None else ids] = known
-        weights = assemble(config, target, self.parameters.learned, ids)
         positions = self.settings.tokens + self._unrolled + PADDING
-        tables = rope.tables(config.decoder.rope, config.decoder.head_dim, positions, self.device)
-        assert isinstance(weights, ChainWeights)
-        self.head = Chain(config, weights, self._kernels, *tables)
-        self._values = weights.head.values if isinstance(weights.head, Learned) else self._teacher
-        self._master = weights.head.master if isinstance(weights.head, Learned) else None
+        tables = rope.tables(self._decoder.rope, self._decoder.head_dim, positions, self.device)
+        self._vocabulary_head = self._method.use(self._method.assemble(self.parameters.learned, ids), self._kernels, *tables)
+        shared = not isinstance(self._vocabulary_head, Learned)
+        self._values = self._teacher if shared else self._vocabulary_head.values  # [draft vocabulary,H]
+
+    @property
+    def _master(self) -> Tensor | None:
+        """The float32 values of the vocabulary head, if it learns."""
+        return self._vocabulary_head.master if isinstance(self._vocabulary_head, Learned) else None
 
     def _initial(self, place: Place, generator: torch.Generator) -> Tensor:
         """Initial values: norms 1, biases 0, matrices as torch's Linear, smaller where they add to the residual. The vocabulary
         head begins as the target's, and so do the embedding and the norm before the head."""
         name, rows, target = place.names[0], sum(place.rows), self.target
+        hidden = target.config.hidden_size
         if place.columns is None:
             if name.endswith("bias"):
                 return torch.zeros(rows)
-            last = name in ("norm.weight",) or name.endswith("final_layernorm.weight")
-            return target.weights.norm.float() if last and rows == len(target.weights.norm) else torch.ones(rows)
-        if name == "lm_head.weight" and place.columns == target.config.hidden_size:
-            return torch.nn.functional.pad(self._teacher.float(), (0, 0, 0, rows - len(self._teacher)))
-        if name == "embed_tokens.weight" and place.columns == target.config.hidden_size:
-            return target.weights.embedding.dense().float()
+            last = name in ("norm.weight", "model.norm.weight") or name.endswith("final_layernorm.weight")
+            return target.weights.norm.float() if last and rows == hidden else torch.ones(rows)
+        if name == "lm_head.weight" and place.columns == hidden:
+            return F.pad(self._teacher.float(), (0, 0, 0, rows - len(self._teacher)))
+        if name.endswith("embed_tokens.weight"):
+            own = target.weights.embedding.dense().float()
+            return own if own.shape == (rows, place.columns) else torch.randn(rows, place.columns, generator=generator) * 0.02
         bound = place.columns**-0.5
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             bound *= 0.5
@@ -188,7 +202,9 @@ class Trainer:
         self._fade = torch.tensor([self.settings.fade**i for i in range(unroll)], device=device)
         fixed = {"kl": (1, 0, 0, 0), "lk": (0, 1, 0, 0), "nll": (0, 0, 1, 0), "hard": (0, 0, 0, 1)}[self.settings.loss]
         moving = (1, -1, 0, 0) if self.settings.loss == "lk" else (0, 0, 0, 0)
-        self._fixed, self._moving = (torch.tensor(x, dtype=torch.float32, device=device) for x in (fixed, moving))
+        scale = TOKEN_SHARE if isinstance(self.config, HeadConfig) and self.config.method == "eagle" else 1.0
+        self._fixed, self._moving = (torch.tensor(x, dtype=torch.float32, device=device) * scale for x in (fixed, moving))
+        self._seed = torch.tensor(noise.signed(self.settings.seed), device=device)
         self._graph: Any = None
 
     # ---- steps
@@ -274,26 +290,30 @@ class Trainer:
         lowered = s.final + (1 - s.final) * 0.5 * (1 + torch.cos(math.pi * over))
         return s.rate * torch.minimum(step / warm, lowered)
 
-    def _parts(self, pack: Pack, seen: Seen, corpus: Corpus, steps: int) -> Iterator[Part]:
-        return passes.chain_parts(self.head, self._kernels, pack, corpus, seen, steps)
-
     def _losses(self, pack: Pack, seen: Seen, corpus: Corpus) -> tuple[Tensor, Tensor, Tensor]:
         """The loss with gradient; the share of hits and the mean acceptance of each unrolled step, [unroll]."""
         place = (pack.base + 1).clamp(max=len(pack.at) - 1)  # where the target's distribution for step 0 is
         teacher = self._teacher_logits(seen, place)
         loss, hits, acceptances = torch.zeros((), device=self.device), [], []
-        for part in self._parts(pack, seen, corpus, self._unrolled):
+        drawn = Drawn(self._seed, self._count)
+        for part in self._method.parts(self._kernels, pack, corpus, seen, self._unrolled, drawn):
             steps = slice(part.first, part.first + part.width)
             valid, row = self._targets(part, pack)
             label = self._draft_of[seen.best[place[row]].long()].view(valid.shape)
-            valid = valid & (label >= 0)
-            count = valid.sum(0).clamp(min=1)  # [W]
-            share = valid / count  # [C,W]
-            mix = self._fixed + torch.exp(-self.settings.lk_rate * self._running[part.first]) * self._moving
+            there, valid = valid, valid & (label >= 0)
+            share = valid / valid.sum(0).clamp(min=1)  # [C,W]
+            weight = share if self.settings.pace is not None else share * self._fade[steps]
+            mix = self._fixed + torch.exp(-self.settings.lk_rate * self._running[steps])[:, None] * self._moving
             scored = self.operations.head_loss(
-                part.x, self._master, self._values, teacher, row, label.flatten(), (share * self._fade[steps]).flatten(), mix
+                part.x, self._master, self._values, teacher, row, label.flatten(), weight.flatten(), mix
             )
-            loss = loss + scored.loss.sum()
+            if self.settings.pace is None:
+                loss = loss + scored.loss.sum()
+            else:
+                pace = paced(scored.chance.view(valid.shape), valid, self.settings.pace)
+                loss = loss + (scored.loss.view(valid.shape) * pace).sum()
+            if part.feature is not None:
+                loss = loss + FEATURE_SHARE * feature_loss(part, there)
             hits.append((scored.hit.view(valid.shape) * share).sum(0))
             acceptances.append((scored.acceptance.view(valid.shape) * share).sum(0))
         return loss, torch.cat(hits), torch.cat(acceptances)
@@ -347,7 +367,7 @@ class Trainer:
     def _hits(self, pack: Pack, seen: Seen, corpus: Corpus, k: int) -> Tensor:
         """Whether the likeliest draft of each step is the true token; false past the end.  [N,k] bool"""
         hits = torch.zeros(len(pack.base), k, dtype=torch.bool, device=self.device)
-        for part in self._parts(pack, seen, corpus, k):
+        for part in self._method.parts(self._kernels, pack, corpus, seen, k, None):
             valid, _ = self._targets(part, pack)
             best = F.linear(part.x, self._values).argmax(-1)
             best = best if self.ids is None else self.ids[best]
@@ -356,9 +376,10 @@ class Trainer:
                 hits[part.base, part.first + i] = (best.view(valid.shape)[:, i] == true) & valid[:, i]
         return hits
 
-    def weights(self) -> ChainWeights | BlockWeights:
-        """The head as it is now, for the engine and for heads/saving.py: a copy in the target's dtype."""
-        return assemble(self.config, self.target, self.parameters.finished, self.ids)
+    def weights(self) -> AnyWeights:
+        """The drafter as it is now, for the engine and for heads/saving.py: a copy in the target's dtype. ChainWeights of
+        EAGLE, EAGLE-3 and MTP, BlockWeights of DFlash, Weights of a draft model."""
+        return self._method.assemble(self.parameters.finished, self.ids)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a training needs to go on, on the CPU: with it, further steps are the same as without the interruption."""
@@ -377,8 +398,8 @@ class Trainer:
             same = name == "feature_memory" or value == mine
             require(same, name, mine, f"the checkpoint was made with {value}; give that")
         require(
-            state["parameters"]["master"].shape == self.parameters.master.shape, "checkpoint", self.config.method,
-            "the checkpoint is of another head; give its config",
+            state["parameters"]["master"].shape == self.parameters.master.shape, "checkpoint", len(self.parameters.master),
+            "it is of a drafter of another shape; give the config that it was made with",
         )  # fmt: skip
         if state["ids"] is not None:
             ids = state["ids"].to(self.device)
@@ -393,6 +414,36 @@ class Trainer:
         self._waiting = []
         if state["epoch"] >= 0:
             self._begin_epoch(state["epoch"], state["in_epoch"])
+
+
+def paced(chance: Tensor, valid: Tensor, a: float) -> Tensor:
+    """D-PACE: the weights of a block's positions. That of position i is the sum, over j >= i, of the product over m <= j of
+    (1 - a) q_m + a, where q_m is the probability of the right token; positions without a target add nothing. chance: q, [C,W];
+    valid: [C,W] bool -> [C,W], without gradient"""
+    ahead = ((1 - a) * chance.detach() + a).cumprod(1) * valid
+    return ahead.flip(1).cumsum(1).flip(1)
+
+
+def feature_loss(part: Part, valid: Tensor) -> Tensor:
+    """EAGLE's smooth L1 between a part's output and the target's features, averaged over the valid places."""
+    assert part.feature is not None
+    each = F.smooth_l1_loss(part.x.float(), part.feature.float(), reduction="none").mean(-1)
+    return (each * valid.flatten()).sum() / valid.sum().clamp(min=1)
+
+
+def _check(target: Target, config: HeadConfig | ModelConfig) -> None:
+    """Raise SettingError for a shape that cannot be trained for this target."""
+    decoder = config.decoder if isinstance(config, HeadConfig) else config
+    require(not any(decoder.windows), "windows", decoder.windows, "train a drafter without sliding windows")
+    if isinstance(config, ModelConfig):
+        size = target.config.vocab_size
+        require(config.vocab_size == size, "vocab_size", config.vocab_size, f"a draft model has the target's; give {size}")
+        return
+    given, has = (config.target_hidden, config.target_layers), (target.config.hidden_size, target.config.layers)
+    require(given == has, "config", given, f"the target has hidden size and layers {has}; give a head for its shape")
+    apart = config.own_embedding and config.own_head
+    fits = apart or decoder.hidden_size == config.target_hidden
+    require(fits, "hidden_size", decoder.hidden_size, f"it shares the target's embedding; give {config.target_hidden}")
 
 
 def walked(hits: np.ndarray, each: np.ndarray) -> Evaluation:

@@ -24,12 +24,19 @@ class Learned(Dense):
 
     kind = "learned"
 
-    def __init__(self, master: Tensor, values: Tensor) -> None:
+    def __init__(self, master: Tensor, values: Tensor, first: int = 0) -> None:
+        """first: where the matrix begins in the master, which may have more rows."""
         super().__init__(values)
-        self.master = master
+        self._master, self._first = master, first
+
+    @property
+    def master(self) -> Tensor:
+        """Cut anew each time: a view that autograd knows must not outlive a step of the optimiser."""
+        whole = len(self._master) == self.rows
+        return self._master if whole else self._master[self._first : self._first + self.rows]
 
     def narrow(self, first: int, count: int) -> Learned:
-        return Learned(self.master[first : first + count], self.values[first : first + count])
+        return Learned(self._master, self.values[first : first + count], self._first + first)
 
 
 class Attention(Protocol):

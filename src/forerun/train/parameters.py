@@ -39,6 +39,15 @@ class Parameters:
         return flat[begin : begin + math.prod(shape)].view(shape)
 
     @property
+    def names(self) -> list[tuple[str, ...]]:
+        """The tensors of each place."""
+        return list(self._where)
+
+    def gradient(self, names: tuple[str, ...]) -> Tensor:
+        """That of a place in the last step."""
+        return self._part(self.grad, names)
+
+    @property
     def masters(self) -> list[Tensor]:
         return list(self._masters.values())
 

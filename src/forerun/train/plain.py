@@ -86,19 +86,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, extra: Extra
 def score(logits: Tensor, teacher: Tensor | None, rows: Tensor, label: Tensor, mix: Tensor) -> Scored:
     """The losses of rows of logits. p: softmax of a row of the teacher, q: softmax of the logits.
     logits: [N,V]; teacher: [M,V]; rows: [N] int64, the teacher's row of each; label: [N] int64, -1: none
-    mix: [4] float32, how much of each loss: KL (soft cross-entropy has the same gradient); TV: 1 - acceptance; NLL: -log of the
-    acceptance; HARD: cross-entropy of the label"""
+    mix: [W,4] float32, how much of each loss, row n takes n % W: KL (soft cross-entropy has the same gradient); TV:
+    1 - acceptance; NLL: -log of the acceptance; HARD: cross-entropy of the label"""
+    shares = mix.repeat(len(logits) // len(mix), 1).T
     log_q = logits.float().log_softmax(-1)
     known = label.clamp(min=0)[:, None]
     of_label = log_q.gather(1, known)[:, 0]
     hit = (of_label >= log_q.amax(-1)) & (label >= 0)
-    loss, acceptance = -mix[HARD] * of_label * (label >= 0), torch.zeros_like(of_label)
+    loss, acceptance = -shares[HARD] * of_label * (label >= 0), torch.zeros_like(of_label)
     if teacher is not None:
         log_p = teacher[rows].float().log_softmax(-1)
         p = log_p.exp()
         acceptance = torch.minimum(p, log_q.exp()).sum(-1)
         kl = (p * (log_p - log_q)).sum(-1)
-        loss = loss + mix[KL] * kl + mix[TV] * (1 - acceptance) - mix[NLL] * acceptance.log()
+        loss = loss + shares[KL] * kl + shares[TV] * (1 - acceptance) - shares[NLL] * acceptance.log()
     return Scored(loss, acceptance.detach(), hit.float(), (of_label.exp() * (label >= 0)).detach())
 
 

@@ -18,10 +18,13 @@ class Settings:
     steps: of the optimiser. tokens: of a step, prompts included. rate: the highest learning rate, reached after `warm_up` of
     the steps and lowered by a cosine to `final` times itself. betas, eps, weight_decay: of AdamW. clip: the largest norm of a
     gradient.
-    unroll: steps of training-time test (DFlash: block_size - 1 counts); fade: the weight of step i is fade^i.
+    unroll: steps of training-time test (EAGLE: 1 by default; DFlash: block_size - 1 always; a draft model: 1 always); fade: the
+    weight of step i is fade^i. None: 5.
     loss: kl: the target's distribution over the draft vocabulary; lk: w KL + (1 - w) TV with w = exp(-lk_rate * acceptance)
     [2602.23881]; nll: -log of the acceptance; hard: cross-entropy of the target's likeliest token.
-    draft_vocab_from: "answers" chooses a draft vocabulary by frequency. seed: of initial values, order and noise.
+    pace: DFlash: D-PACE, weights of positions that follow how likely the block was right up to there, with this for a; None:
+    fade. anchors: DFlash: blocks of a step; None: a quarter of the bases. noise: EAGLE: features get uniform noise up to this.
+    seed: of initial values, order and noise.
     feature_memory: bytes that the target's states may take; what needs more is computed again in each step. None: on a GPU
     three quarters of what is free, on a CPU a quarter."""
 
@@ -35,10 +38,13 @@ class Settings:
     eps: float = setting(1e-8, Number(0, 1, 1e-8, above=True))
     weight_decay: float = setting(0.0, Number(0, 1, 0.0))
     clip: float = setting(0.5, Number(0, 1e9, 0.5, above=True))
-    unroll: int = setting(5, Whole(1, 32, 5))
+    unroll: int | None = setting(None, Whole(1, 32, 5), none=True)
     fade: float = setting(0.8, Number(0, 1, 0.8, above=True))
     loss: str = setting("lk", Choice(LOSSES))
     lk_rate: float = setting(3.0, Number(0, 100, 3.0))
+    pace: float | None = setting(None, Number(0, 1, 0.5), none=True)
+    anchors: int | None = setting(None, Whole(1, MOST, 1024), none=True)
+    noise: float = setting(0.1, Number(0, 1e6, 0.1))
     seed: int = setting(0, Seed())
     feature_memory: int | None = setting(None, Whole(0, 1 << 50, 1 << 36), none=True)
 
