@@ -2,8 +2,8 @@
 launches of a step with their microseconds, and the arithmetic and memory traffic that a step needs at least. Before that it
 checks that the fast operations agree with those in plain torch, and captured steps with others. Acceptance means nothing here.
 
-    PYTHONPATH=src python3 benchmarks/gpu/train_speed.py --out DIR [--shape SmolLM2-135M] [--losses lk]
-        [--methods eagle3,mtp,dflash,eagle,draft] [--unroll 5] [--tokens 15360] [--draft-vocab 16384] [--samples 2000] [--steps 200]
+    PYTHONPATH=src python3 benchmarks/gpu/train_speed.py --out DIR [--shape SmolLM2-135M] [--losses lk,kl] [--unroll 5]
+        [--methods eagle3,mtp,dflash,eagle,draft] [--tokens 15360] [--draft-vocab 16384] [--samples 2000] [--steps 200]
 
 Without CUDA all of it runs on the CPU, to try the script: --shape tiny --tokens 512 --draft-vocab 250 --samples 20 --steps 3.
 """
@@ -92,7 +92,9 @@ def speed(it: Trainer, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measured(target: Target, config: HeadConfig | ModelConfig, samples: Samples, settings: Settings, steps: int) -> dict[str, Any]:
+def measured(
+    target: Target, config: HeadConfig | ModelConfig, samples: Samples, settings: Settings, steps: int
+) -> dict[str, Any]:
     start = time.perf_counter()
     it = Trainer(target, config, samples, None, settings)
     synchronize()
