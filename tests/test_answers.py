@@ -14,8 +14,8 @@ import pytest
 
 from forerun.llm import LLM
 from forerun.train import answers
-from forerun.train.answers import Answerer, Answering, Shards, gather
-from forerun.train.questions import read, share
+from forerun.train.answers import Answerer, Shards, gather
+from forerun.train.questions import Answering, read, share
 from forerun.types import LoadError, SamplingParams, SettingError
 from tests.tiny import tiny_model
 

@@ -14,7 +14,8 @@ from forerun.config import DEVICE, DTYPE, QUANTIZATION
 
 MODEL, SAMPLING, SPECULATION, ENGINE = "Model", "Sampling", "Speculation", "Engine"
 RUN, LOAD, SERVERS, OUTPUT = "Run", "Load and prompts", "Servers", "Output"
-PANELS = (MODEL, SAMPLING, SPECULATION, ENGINE, RUN, LOAD, SERVERS, OUTPUT)
+DATA, SHAPE, TRAINING, EVALUATION = "Data", "Shape", "Training", "Evaluation"
+PANELS = (MODEL, SAMPLING, SPECULATION, ENGINE, DATA, SHAPE, TRAINING, EVALUATION, RUN, LOAD, SERVERS, OUTPUT)
 """The headings in a command's help, in their order."""
 
 

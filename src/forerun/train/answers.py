@@ -18,18 +18,17 @@ import time
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from forerun.checks import Number, Seed, Whole, convert, setting
 from forerun.engine.owner import Stream
 from forerun.llm import LLM
 from forerun.train import data
 from forerun.train.data import Samples
-from forerun.train.questions import Question, share
+from forerun.train.questions import Answering, Question, share
 from forerun.types import LoadError, Request, SamplingParams, require
 
 LOG = logging.getLogger("forerun")
@@ -40,23 +39,6 @@ SHARD_ANSWERS, SHARD_S = 2048, 20.0  # a shard is written at the latest after so
 ENCODED = 512  # prompts that are turned into ids at once
 WAITING = 2  # requests under way: so many times max_num_seqs
 FIELDS = ("key", "turn", "prompt", "start", "ids")
-
-
-@dataclass(frozen=True, slots=True)
-class Answering:
-    """How prompts are answered. answer_tokens: of an answer, at most. prompt_tokens: longer prompts are left out. greedy: the
-    share of prompts that are answered greedily; the others are sampled at `temperature`. held_out: the share of prompts whose
-    answers are kept out of training. answer_seed: of these choices and of sampling. Raises SettingError."""
-
-    answer_tokens: int = setting(200, Whole(2, 1 << 20, 200))
-    prompt_tokens: int = setting(1024, Whole(1, 1 << 20, 1024))
-    greedy: float = setting(0.5, Number(0, 1, 0.5))
-    temperature: float = setting(0.7, Number(0, 100, 0.7, above=True))
-    held_out: float = setting(0.02, Number(0, 0.9, 0.02))
-    answer_seed: int = setting(0, Seed())
-
-    def __post_init__(self) -> None:
-        convert(self)
 
 
 class Watcher(Protocol):

@@ -1,4 +1,5 @@
-"""The prompts that a target answers to make training data: read from a file, without doubles.
+"""The prompts that a target answers to make training data, read from a file without doubles, and how they are answered.
+Imports no torch.
 
 A file in JSON Lines (.jsonl) has an object a line with exactly one of `prompt` (a user's message), `messages` (a conversation;
 an answer at its end is left out) and `turns` (a user's messages, asked one after the other), and optionally `task`, under which
@@ -11,13 +12,31 @@ import hashlib
 import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from forerun import textfile
-from forerun.checks import require
+from forerun.checks import Number, Seed, Whole, convert, require, setting
 
 KINDS = ("prompt", "messages", "turns")
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """How prompts are answered. answer_tokens: of an answer, at most. prompt_tokens: longer prompts are left out. greedy: the
+    share of prompts that are answered greedily; the others are sampled at `temperature`. held_out: the share of prompts whose
+    answers are kept out of training. answer_seed: of these choices and of sampling. Raises SettingError."""
+
+    answer_tokens: int = setting(200, Whole(2, 1 << 20, 200))
+    prompt_tokens: int = setting(1024, Whole(1, 1 << 20, 1024))
+    greedy: float = setting(0.5, Number(0, 1, 0.5))
+    temperature: float = setting(0.7, Number(0, 100, 0.7, above=True))
+    held_out: float = setting(0.02, Number(0, 0.9, 0.02))
+    answer_seed: int = setting(0, Seed())
+
+    def __post_init__(self) -> None:
+        convert(self)
 
 
 class Question(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from importlib import resources
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -22,9 +23,14 @@ PLOT = 190  # the height of a plot in pixels, with 6 above it and its labels bel
 
 def page(*views: View) -> str:
     """Every text is escaped."""
-    style = resources.files("forerun.bench.pages").joinpath("page/style.css").read_text(encoding="utf-8")
     few = [sum(len(t.rows) for part in view.parts for t in part.tables[:1]) <= FEW for view in views]
-    return templates().get_template("page.html.j2").render(style=Markup(style), views=views, few=few, signs=SIGNS)
+    return filled("page.html.j2", views[0].heading, views=views, few=few, signs=SIGNS)
+
+
+def filled(template: str, title: str, **values: Any) -> str:
+    """A page in the common frame. Every text is escaped."""
+    style = resources.files("forerun.bench.pages").joinpath("page/style.css").read_text(encoding="utf-8")
+    return templates().get_template(template).render(style=Markup(style), title=title, **values)
 
 
 def templates() -> Environment:

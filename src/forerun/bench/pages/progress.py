@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -89,6 +90,11 @@ class Course:
         self._show(self)
 
 
+class Spoken(Protocol):
+    def line(self) -> str:
+        """The whole progress in a line."""
+
+
 class Lines:
     """Says the progress as a line at most every EVERY_S seconds, from a thread if nothing changes meanwhile."""
 
@@ -106,7 +112,7 @@ class Lines:
         self._over.set()
         self._thread.join()
 
-    def show(self, course: Course) -> None:
+    def show(self, course: Spoken) -> None:
         self._line = course.line()
         self.check()
 
@@ -154,3 +160,58 @@ def waiting(console: Console, what: str) -> Iterator[None]:
     else:
         _say(what)
         yield
+
+
+class Following:
+    """The progress of work in parts, each of so many pieces. show: called after each change. The time left in a part follows
+    from the pace since it began."""
+
+    def __init__(self, show: Callable[[Following], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._show, self._clock = show, clock
+        self.what = self.detail = ""
+        self.done = self.total = self._before = 0
+        self._since = clock()
+
+    def begin(self, what: str, done: int, total: int) -> None:
+        """A part begins, of which `done` was done before. total: 0 if it is not known."""
+        self.what, self.detail = what, ""
+        self.done, self.total, self._before = done, total, done
+        self._since = self._clock()
+        self._show(self)
+
+    def at(self, done: int, detail: str) -> None:
+        self.done, self.detail = done, detail
+        self._show(self)
+
+    def line(self) -> str:
+        """The whole progress in a line."""
+        if not self.what:
+            return ""
+        how = f" ({self.detail})" if self.detail else ""
+        if not self.total:
+            return f"{self.what}{how}"
+        return f"{self.done} of {self.total} {self.what}{self.left()}{how}"
+
+    def left(self) -> str:
+        made = self.done - self._before
+        if made <= 0 or self.done >= self.total:
+            return ""
+        return f", about {duration((self._clock() - self._since) * (self.total - self.done) / made)} left"
+
+
+@contextmanager
+def following(console: Console) -> Iterator[Following]:
+    """A bar if the console is a terminal, else plain lines on standard error."""
+    if not console.is_terminal:
+        with Lines(_say) as lines:
+            yield Following(lines.show)
+        return
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(course: Following) -> None:
+            text = f"{course.what}{course.left()}" + (f" ({course.detail})" if course.detail else "")
+            bar.update(task, description=text, total=course.total or None, completed=course.done)
+
+        yield Following(show)

@@ -34,19 +34,19 @@ def terminal(view: View, width: int) -> Iterator[RenderableType]:
         for i, table in enumerate(part.tables):
             if i:
                 yield Text()
-            yield _table(table, width)
+            yield drawn(table, width)
             if not i:
                 yield from (Text(text, style=STYLE[call] if call else "") for text, call in part.sentences)
     for table in view.tables:
         yield Text()
-        yield _table(table, width)
+        yield drawn(table, width)
     yield Text()
     yield from (Text(text) for text in view.findings)
     yield from (Text(text, style="dim") for text in view.legend)
     yield from (Text(f"Note: {text}", style="yellow") for text in view.warnings)
 
 
-def _table(table: Table, width: int) -> RichTable:
+def drawn(table: Table, width: int) -> RichTable:
     """Columns whose texts do not wrap keep their width, so that no figure is cut off. Each group has a line of its own."""
     least = [
         max(LEAST if column.wraps else len(text) for text in (*(column.narrow or column.name).split("\n"), *texts))
