@@ -57,7 +57,10 @@ for speculation in (None, "ngram", "suffix", {{"method": "draft_model", "model":
     assert loaded(code, HTTP | STATISTICS | TERMINAL | OTHERS) == ({"jinja2"} if template else set())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["generate", "--help"], ["train", "--help"], ["models", "--json"], []])
+COMMANDS = [["--help"], *([name, "--help"] for name in ("bench", "generate", "train")), ["models", "--json"], []]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
 def test_help_and_models_load_no_slow_library(arguments: list[str]) -> None:
     """With no arguments: it is only imported."""
     code = f"""
