@@ -221,6 +221,20 @@ def test_captured_steps_are_the_others(target: Target, few: Samples, tmp_path: P
     torch.testing.assert_close(captured.parameters.master, other.parameters.master, atol=1e-5, rtol=1e-3)
 
 
+def test_trainers_may_share_states(target: Target, few: Samples) -> None:
+    first = trainer(target, "eagle3", few, steps=3, tokens=64, seed=1)
+    second, alone = (
+        Trainer(target, head_config(target, "eagle3"), few, few, Settings(steps=3, tokens=64, unroll=4, seed=2), like=like)
+        for like in (first, None)
+    )
+    assert second._data is first._data
+    for it in (first, second, alone):
+        while not it.done:
+            it.step()
+    assert torch.equal(second.parameters.master, alone.parameters.master)
+    assert not torch.equal(second.parameters.master, first.parameters.master)
+
+
 def test_states_are_kept_or_computed_again(target: Target, few: Samples) -> None:
     kept, again = (trainer(target, "eagle3", few, steps=6, tokens=64, feature_memory=m) for m in (1 << 30, 0))
     assert kept._data.features.stored and not again._data.features.stored

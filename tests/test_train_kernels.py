@@ -4,6 +4,7 @@ under Triton's interpreter."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, wh
 from forerun.models import rope
 from forerun.models.config import Rope
 from forerun.train import fused, plain
+from forerun.train.heads import Trainer
 from forerun.train.plain import Extra
+from forerun.train.settings import Settings
 from tests.test_cuda_kernels import DEVICE, DTYPE, interpreter_that_numpy_allows  # noqa: F401  (a fixture for all tests here)
+from tests.tiny_training import head_config, samples, tiny_target
 
 EPS = 1e-5
 
@@ -167,3 +171,23 @@ def test_optimiser() -> None:
             module.adamw(master, values, gradient, mean, square, now, (0.9, 0.95), 1e-8, 0.1)
         torch.testing.assert_close(master.cpu(), reference.detach(), atol=1e-6, rtol=1e-4)
         torch.testing.assert_close(values, master.to(DTYPE))
+
+
+@pytest.mark.parametrize("kind", ["eagle3 mapped", "dflash", "mtp of 2", "eagle", "draft"])
+def test_a_whole_step(kind: str, tmp_path: Path) -> None:
+    """A step with these operations is that in plain torch, in float32."""
+    if DEVICE == "cpu" and kind not in ("eagle3 mapped", "dflash"):
+        pytest.skip("the interpreter takes seconds for each")
+    target = tiny_target(tmp_path, torch.float32, DEVICE)
+    given, found = samples(target, 2, most=10), []
+    for module in (fused, plain):
+        settings = Settings(steps=4, tokens=64, unroll=2, loss="lk", anchors=4, pace=0.5 if kind == "dflash" else None)
+        it = Trainer(target, head_config(target, kind), given, given, settings, operations=module, graphs=False)
+        it.step()
+        found.append((it.parameters.grad, it.parameters.master, it.metrics()))
+    (got, after, metrics), (want, want_after, want_metrics) = found
+    assert (got - want).norm() < 1e-3 * want.norm()
+    torch.testing.assert_close(after, want_after, atol=2e-5, rtol=1e-3)
+    for a, b in zip(metrics, want_metrics, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-4) and a.acceptance == pytest.approx(b.acceptance, rel=1e-4)
+        assert a.accuracy == pytest.approx(b.accuracy, abs=1e-6) and a.norm == pytest.approx(b.norm, rel=1e-3)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.device import send
 from forerun.kernels import Batch
 from forerun.models.decoder import Target
 from forerun.train.packing import Corpus, Pack, Packing
@@ -88,21 +89,21 @@ class Features:
         lengths = self._packing.lengths[samples]
         start = np.concatenate(([0], lengths.cumsum()))
         position = np.arange(start[-1]) - np.repeat(start[:-1], lengths)
-        which = torch.from_numpy(np.repeat(samples, lengths)).to(device)
-        positions = torch.from_numpy(position).to(device)
+        which = send(np.repeat(samples, lengths), device)
+        positions = send(position, device)
         at = self._corpus.start[which] + positions
         pages = -(-lengths // PAGE)
         first = 1 + np.concatenate(([0], pages.cumsum()))
         pages_of = first[:-1, None] + np.arange(pages.max())
-        table = torch.from_numpy(np.where(pages_of < first[1:, None], pages_of, 0).astype(np.int32)).to(device)
-        row_start = torch.from_numpy(start.astype(np.int32)).to(device)
+        table = send(np.where(pages_of < first[1:, None], pages_of, 0).astype(np.int32), device)
+        row_start = send(start.astype(np.int32), device)
         one = torch.zeros(1, dtype=torch.int64, device=device)
         batch = Batch(self._corpus.ids[at].long(), positions, row_start, table, one)
         found = target.forward(batch, target.kv_cache(int(first[-1]), PAGE), self._numbers).hidden
         to = at if begin is None else torch.arange(begin, begin + len(at), device=device)
         for state, values in zip(self._states, found, strict=True):
             state[to] = values
-        answered = torch.from_numpy(np.flatnonzero(position >= np.repeat(self._prompt(samples) - 1, lengths))).to(device)
+        answered = send(np.flatnonzero(position >= np.repeat(self._prompt(samples) - 1, lengths)), device)
         weights, last = target.weights, found[-1]
         for some in answered.split(LOGITS):
             logits = target.kernels.norm_logits(last[some], weights.norm, target.config.eps, weights.head)

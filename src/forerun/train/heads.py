@@ -74,9 +74,9 @@ def draft_ids(samples: Samples, target_vocab: int, size: int) -> Tensor:
 class Held:
     """A set of samples that is ready to be packed, with the target's states."""
 
-    def __init__(self, target: Target, samples: Samples, states: Sequence[int], tokens: int, seed: int, room: int) -> None:
+    def __init__(self, target: Target, samples: Samples, states: Sequence[int], tokens: int, room: int) -> None:
         """room: bytes that the states may take."""
-        self.packing = Packing(samples, tokens, seed)
+        self.packing = Packing(samples, tokens)
         self.corpus = Corpus.send(samples, self.packing, target.device)
         stored = Features.bytes(target, states, len(samples.ids)) <= room
         self.features = Features(target, self.corpus, self.packing, states, stored)
@@ -92,12 +92,13 @@ class Trainer:
     def __init__(
         self, target: Target, config: HeadConfig | ModelConfig, samples: Samples, held_out: Samples | None = None,
         settings: Settings | None = None, initial: Mapping[str, Tensor] | None = None, operations: ModuleType | None = None,
-        graphs: bool | None = None,
+        graphs: bool | None = None, like: Trainer | None = None,
     ) -> None:
         """held_out: for `evaluate`. initial: values to begin with, by the names of heads/saving.py (tensors) or
         models/loading.py (parts); places that are not there begin at random. operations: the module plain or fused; None: fused
-        on CUDA in 16 bits. graphs: capture the step; None: with fused on CUDA. Raises SettingError for a shape that cannot be
-        trained, and for samples without answers."""
+        on CUDA in 16 bits. graphs: capture the step; None: with fused on CUDA. like: a
+        trainer for the same samples, target, states and tokens, whose states are taken. Raises SettingError for a shape that
+        cannot be trained, and for samples without answers."""
         self.settings = settings or Settings()
         self.target, self.config, self.device = target, config, target.device
         self._decoder = decoder = config.decoder if isinstance(config, HeadConfig) else config
@@ -111,16 +112,21 @@ class Trainer:
         self._method = self._chosen()
         self._unrolled = self._method.unroll or self.settings.unroll or UNROLL
         self._set_up_parameters(samples, initial or {})
-        room = self.settings.feature_memory
+        self._data: Held
+        self._held: Held | None
+        self._data, self._held = self._seen(samples, held_out) if like is None else (like._data, like._held)
+        self._set_up_loop()
+
+    def _seen(self, samples: Samples, held_out: Samples | None) -> tuple[Held, Held | None]:
+        """The samples with the target's states."""
+        target, states, room = self.target, self._method.states, self.settings.feature_memory
         if room is None:
             room = int(free_memory(self.device) * (0.75 if self.device.type == "cuda" else 0.25))
-        given = (self._method.states, self.settings.tokens, self.settings.seed)
-        self._data = Held(target, samples, *given, room)
-        self._held = None
-        if held_out is not None:
-            room -= Features.bytes(target, self._method.states, len(samples.ids)) if self._data.features.stored else 0
-            self._held = Held(target, held_out, *given, room)
-        self._set_up_loop()
+        data = Held(target, samples, states, self.settings.tokens, room)
+        if held_out is None:
+            return data, None
+        room -= Features.bytes(target, states, len(samples.ids)) if data.features.stored else 0
+        return data, Held(target, held_out, states, self.settings.tokens, room)
 
     def _operations(self) -> ModuleType:
         if self.device.type == "cuda" and self.target.dtype != torch.float32:
@@ -251,7 +257,7 @@ class Trainer:
 
     def _begin_epoch(self, epoch: int, done: int) -> None:
         """Send an epoch's plan to the device, of which the first packs were trained on."""
-        self._plan = self._data.packing.plan(epoch)
+        self._plan = self._data.packing.plan(epoch, self.settings.seed)
         self._epoch, self._in_epoch, self._packs = epoch, done, len(self._plan.sample)
         if not self._plan_packs:
             self._plan_packs = int(self._packs * 1.2) + 8  # room for the other epochs' packs

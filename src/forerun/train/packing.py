@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.train.data import Samples
 from forerun.types import require
 
-ROOM = 1.15  # a step has room for this many times the mean number of bases
+ROOM = 1.08  # a step has room for this many times the mean number of bases
 MULTIPLE = 64  # of the numbers of tokens and bases of a pack
 
 
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 class Packing:
     """Which samples go into one pack. usable: the samples that have a base; lengths: of all, cut to `tokens`."""
 
-    def __init__(self, samples: Samples, tokens: int, seed: int = 0) -> None:
+    def __init__(self, samples: Samples, tokens: int) -> None:
         """tokens: of a pack. Raises SettingError if no sample has two answered tokens."""
         tokens = -(-tokens // MULTIPLE) * MULTIPLE
         self.lengths = np.minimum(samples.lengths, tokens)
@@ -50,11 +50,10 @@ class Packing:
         most = max(ROOM * tokens * bases.sum() / lengths.sum(), bases.max())
         count = min(len(lengths), int(2 * tokens / lengths.mean()) + 1)
         self.sizes = Sizes(tokens, min(tokens, -(-int(most) // MULTIPLE) * MULTIPLE), count)
-        self._seed = seed
 
-    def plan(self, epoch: int | None) -> Plan:
+    def plan(self, epoch: int | None, seed: int = 0) -> Plan:
         """The packs of an epoch, in an order drawn from the seed and the epoch; None: in the order of the samples."""
-        order = self.usable if epoch is None else np.random.default_rng((self._seed, epoch)).permutation(self.usable)
+        order = self.usable if epoch is None else np.random.default_rng((seed % 2**64, epoch)).permutation(self.usable)
         packs: list[list[int]] = []
         tokens = bases = 0
         for i in order.tolist():
