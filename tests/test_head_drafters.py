@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,11 @@ def differing(it: Engine, target: Target, head: Chain | Block, helped: Helped, s
     return wrong
 
 
-def lived(it: Engine, target: Target, head: Chain | Block, seen: Counter[str]) -> int:
-    """Serve chats of several turns on few small pages. Return how many drafts were wrong."""
+Check = Callable[[Engine, Target, Chain | Block, Helped, Counter[str]], int]
+
+
+def lived(it: Engine, target: Target, head: Chain | Block, seen: Counter[str], check: Check = differing) -> int:
+    """Serve chats of several turns on few small pages. Return how many drafts were wrong. check: finds those at hand."""
     plain = Engine(target, EngineConfig(max_model_len=120, kv_cache_tokens=512), lambda *_: None, NoText, it._step.lag > 0)
     helped = Helped(it)
     rng, texts, wrong = random.Random(3), prompts(4, 3, 260), 0
@@ -115,7 +119,7 @@ def lived(it: Engine, target: Target, head: Chain | Block, seen: Counter[str]) -
                 if engine is it and event.counts is not None:
                     seen[f"{event.counts[1]} of {event.counts[0]}"] += 1
             if engine is it:
-                wrong += differing(it, target, head, helped, seen)
+                wrong += check(it, target, head, helped, seen)
         return got
 
     for turn in range(3):

@@ -232,7 +232,7 @@ class Stop:
         """Which rows go on. The pass is made if its gain in tokens is worth its time."""
         rate, position, passes = self._worth
         net = [gain - rate * position for gain in gains]
-        self._on = [on and one > 0 for on, one in zip(self._on, net, strict=True)]
+        self._on = [on and gain > 0 and one > 0 for on, gain, one in zip(self._on, gains, net, strict=True)]
         total = sum([one for on, one in zip(self._on, net, strict=True) if on])
         if total <= rate * passes(sum(self._on)):
             self._on = [False] * len(gains)

@@ -110,7 +110,7 @@ class ExactLayout(BaseLayout):
         one, more = self.runner.cost([Key(EXACT, count, n, 0) for n in (2 * count, 3 * count)], context_of(rows))
         if isnan(rate) or isnan(self.runner.pass_cost(count)) or any(row.sequence.history.waited for row in rows):
             return None
-        return Worth(rate, (more - one) / count, self.runner.pass_cost)
+        return Worth(rate, max(more - one, 0.0) / count, self.runner.pass_cost)
 
     def _wanted(self, rows: list[PlanRow]) -> list[int]:
         """Tokens to draft for the next step, for a drafter in the cycle: as many as that step is expected to verify."""
