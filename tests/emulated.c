@@ -50,7 +50,7 @@ int main(void) {
         case 4:
             fr_layers(I(0), P(1), I(2), P(3), I(4), I(5), P(6), F(7), F(8), P(9), P(10), P(11), P(12), P(13), I(14));
             break;
-        case 5: fr_embed(I(0), P(1), I(2), P(3), I(4), P(5)); break;
+        case 5: fr_embed(I(0), P(1), I(2), P(3), I(4), P(5), I(6)); break;
         default: return 1;
         }
         for (int64_t i = 0; i < buffers; i++) {

@@ -148,11 +148,11 @@ class Emulated:
             hidden, inner, self._numbers(shape), eps, head_eps, *batch, threads,
         )  # fmt: skip
 
-    def fr_embed(self, wide: int, part: Numbers, k: int, ids: int, count: int, y: int) -> None:
+    def fr_embed(self, wide: int, part: Numbers, k: int, ids: int, count: int, y: int, threads: int) -> None:
         item = 4 if wide else 2
         held = {16: self._part(*part, k, item)}
         matrix = Memory(ctypes.addressof(part), ctypes.sizeof(part), holds=held)
-        self.call(5, wide, matrix, k, Memory(ids, count * 8), count, Memory(y, count * k * item, back=True))
+        self.call(5, wide, matrix, k, Memory(ids, count * 8), count, Memory(y, count * k * item, back=True), threads)
 
     def _part(self, format: int, rows: int, data: int, k: int, item: int) -> Memory:
         return Memory(data, rows * (row_bytes(list(FORMATS)[format - 1], k) if format else k * item))

@@ -131,6 +131,26 @@ def test_an_embedding_is_the_expanded_row(isa: str, format: str, dtype: torch.dt
 
 
 @EACH
+@pytest.mark.parametrize("format", FORMATS)
+@DTYPES
+def test_rows_are_expanded_in_any_order(
+    isa: str, format: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the values of the slow form, rounded once to bfloat16. Infinite scales give infinite values."""
+    monkeypatch.setenv(cpu.SETTING, isa)
+    (rows,) = blocks(format, 2 * 32 + 5, columns_of(format, 3)).parts
+    order = torch.randperm(len(rows.data))
+    out = torch.full((len(order), rows.columns), 7.0, dtype=dtype)
+    assert cpu.expand(rows, order, out) == (isa not in ("neon", "portable"))
+    assert torch.equal(out, rows.dense().to(dtype)[order] if isa not in ("neon", "portable") else torch.full_like(out, 7.0))
+    at = 208 if format == "Q6_K" else 0
+    rows.data[11, at : at + 2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)  # infinite
+    if cpu.expand(rows, order, out):
+        broken = ~out.isfinite().all(1)
+        assert order[broken].tolist() == [11]
+
+
+@EACH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_broken_activations_give_broken_results(isa: str, bad: float) -> None:
     """So the engine sees broken weights. The other tokens are not affected."""

@@ -122,6 +122,25 @@ def test_formats_are_mixed_within_a_file(tmp_path: Path, own_cache: Path, caplog
     assert list(mix) == sorted(mix, key=lambda kind: -int(mix[kind]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_blocks_are_expanded_alike_by_the_kernels_and_without_them(
+    architecture: str, dtype: torch.dtype, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of q and k are reordered on the way in a llama."""
+    kinds = {"attn_q": "Q4_K", "attn_k": "Q8_0", "attn_v": "Q6_K", "ffn_gate": "Q2_K"}
+    folder = gguf_folder(tmp_path, lambda name: next((k for stem, k in kinds.items() if stem in name), "Q5_1"), architecture)
+    used: list[str] = []
+    expand = cpu.expand
+    monkeypatch.setattr(cpu, "expand", lambda rows, *rest: used.append(rows.format) or expand(rows, *rest))
+    config, fast = weights_of(folder, "dense", dtype)
+    assert set(used) == {"Q4_K", "Q8_0", "Q6_K", "Q5_1"}
+    monkeypatch.setattr(cpu, "expand", lambda *_: False)
+    _, slow = weights_of(folder, "dense", dtype)
+    for (name, got), (_, want) in zip(loading.parts(config, fast), loading.parts(config, slow), strict=True):
+        assert torch.equal(got, want), name
+
+
 def test_what_a_target_does_with_a_gguf(tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = gguf_folder(tmp_path, "Q4_0")
     caplog.set_level(logging.INFO, "forerun")

@@ -69,7 +69,10 @@ class Options:
     prediction: str | None = option(
         None, SPECULATION, "The expected answer, for method prediction; @FILE reads it from a file.", metavar="TEXT|@FILE"
     )
-    max_model_len: int | None = option(None, ENGINE, "Context length: prompt and answer together.", default_text="the model's")
+    max_model_len: int | None = option(
+        None, ENGINE, "Context length: prompt and answer together.",
+        default_text="the model's; on a CPU at most what a quarter of the free memory holds",
+    )  # fmt: skip
     stats: bool = option(False, OUTPUT, "Print speed and drafting on standard error at the end.")
     as_json: bool = option(False, OUTPUT, "One JSON object instead of text: text, ids, reason, drafting, times.", "--json")
 

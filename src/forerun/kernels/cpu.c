@@ -36,10 +36,23 @@ static void norm_chunk(const Stage *stage, int64_t chunk, int first) {
     }
 }
 
+typedef struct { const Part *part; const int64_t *ids; int64_t k, count; int wide; void *y; } Embed;
+enum { EMBEDDED = 32 }; /* rows of a chunk */
+
+static void embed_chunk(const Stage *stage, int64_t chunk, int first) {
+    const Embed *a = stage->given;
+    const int64_t begin = chunk * EMBEDDED, rows = a->count - begin < EMBEDDED ? a->count - begin : EMBEDDED;
+    char *y = (char *)a->y + begin * a->k * (a->wide ? 4 : 2);
+    if (a->wide) expand_rows(1, a->part, a->k, a->ids + begin, rows, y);
+    else expand_rows(0, a->part, a->k, a->ids + begin, rows, y);
+}
+
 /* The rows of these ids of a part in blocks, as numbers: an embedding. */
-void fr_embed(int wide, const Part *part, int64_t k, const int64_t *ids, int64_t count, void *y) {
-    if (wide) expand_rows(1, part, k, ids, count, y);
-    else expand_rows(0, part, k, ids, count, y);
+void fr_embed(int wide, const Part *part, int64_t k, const int64_t *ids, int64_t count, void *y, int threads) {
+    Embed a = {part, ids, k, count, wide, y};
+    Job job = new_job(1, 0);
+    add_stage(&job, embed_chunk, &a, 0, parts_of(count, EMBEDDED));
+    run_job(&job, threads);
 }
 
 void fr_rms_norm(int wide, const void *x, int64_t tokens, int64_t k, const void *norm, float eps, void *y, int threads) {

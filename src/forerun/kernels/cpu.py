@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels import AttentionShape, Batch, Kernels, Layers, RunLayers, cpu_threads, reference
-from forerun.models.blocks import FORMATS, Blocks
+from forerun.models.blocks import FORMATS, Blocks, Part
 from forerun.models.weights import Dense, Layer, Matrix
 from forerun.types import require
 
@@ -111,7 +111,7 @@ def library(isa: str) -> ctypes.CDLL:
     lib.fr_linear.argtypes = (i, i, p, n, n, p, f, p, p, n, p, p, i)
     lib.fr_rms_norm.argtypes = (i, p, n, n, p, f, p, i)
     lib.fr_attend.argtypes = (i, p, p, f, p, p, p, p, p, p, p, p, p, p, i)
-    lib.fr_embed.argtypes = (i, p, n, p, n, p)
+    lib.fr_embed.argtypes = (i, p, n, p, n, p, i)
     lib.fr_layers.argtypes = (i, p, n, p, n, n, p, f, f, p, p, p, p, p, i)
     for function in (lib.fr_layers, lib.fr_embed, lib.fr_linear, lib.fr_rms_norm, lib.fr_attend):
         function.restype = None
@@ -162,7 +162,7 @@ class CpuKernels:
             return weight.embed(ids)
         matrix, y = described(weight, self.dtype), torch.empty(len(ids), weight.columns, dtype=self.dtype)
         part = (ctypes.c_int64 * 3)(*matrix[1:4])
-        self.lib.fr_embed(self.wide, part, weight.columns, ids.data_ptr(), len(ids), y.data_ptr())
+        self.lib.fr_embed(self.wide, part, weight.columns, ids.data_ptr(), len(ids), y.data_ptr(), self.threads)
         return y
 
     def _linear(
@@ -319,6 +319,19 @@ def kernels(dtype: torch.dtype) -> Kernels:
     warning, where there is no compiler."""
     lib = compiled() if dtype in (torch.bfloat16, torch.float32) else None
     return reference if lib is None else CpuKernels(lib, dtype)
+
+
+def expand(rows: Part, order: Tensor, out: Tensor) -> bool:
+    """Write row order[i] of these rows as numbers to out[i]. out: [rows, columns], contiguous, on the CPU. The values are those
+    of rows.dense(), bit for bit; bfloat16 is rounded from them. Returns False, and writes nothing, for other dtypes, where the
+    kernels are not compiled, and for neon and portable, which take infinite scales for finite ones."""
+    lib = compiled() if out.dtype in (torch.bfloat16, torch.float32) else None
+    if lib is None or lib.fr_isa().decode() in ("neon", "portable") or not rows.data.is_contiguous():
+        return False
+    kernels = CpuKernels(lib, out.dtype)
+    matrix = (ctypes.c_int64 * 3)(*described(Blocks([rows], out.dtype), out.dtype)[1:4])
+    lib.fr_embed(kernels.wide, matrix, rows.columns, order.data_ptr(), len(order), out.data_ptr(), kernels.threads)
+    return True
 
 
 def isa_of(kernels: Kernels) -> str | None:

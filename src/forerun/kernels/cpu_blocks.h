@@ -454,19 +454,20 @@ static void multiply_rows(const Part *part, int64_t first, int64_t k, const Quan
     }
 }
 
-/* the number that weight i of block b in row r of a tile stands for */
-INLINE float weight_of(int64_t format, const Tile *tile, int b, int i, int r) {
-    const Form form = form_of(format);
-    const uint32_t byte = tile->q[b][i / 4][r] >> 8 * (i % 4) & 255;
-    const int32_t q = format == Q8_0 && !BYTE_OFFSET ? (int8_t)byte : (int32_t)byte - form.offset;
-    const float value = (float)q * tile->scale[b][form.halves ? i / 16 : 0][r];
-    return form.low ? value + tile->low[b][r] : value;
+/* the numbers that weight i of block b stands for, of all rows */
+INLINE vf weights_of(const Form form, const int sign, const Tile *tile, int b, int i) {
+    const vi q = sign ? (vi)(tile->q[b][i / 4] << (24 - 8 * (i % 4))) >> 24
+                      : (vi)(tile->q[b][i / 4] >> 8 * (i % 4) & 255) - form.offset;
+    const vf value = __builtin_convertvector(q, vf) * tile->scale[b][form.halves ? i / 16 : 0];
+    return form.low ? value + tile->low[b] : value;
 }
 
 /* y [count][k] = rows ids[0 .. count - 1] of the part, as numbers */
 INLINE void expand_rows(const int wide, const Part *part, int64_t k, const int64_t *ids, int64_t count, void *y) {
     const int64_t bytes = row_bytes(part->format, k), blocks = k / 32;
     const int64_t step = SEGMENT / block_count(part->format) * block_bytes(part->format);
+    const Form form = form_of(part->format);
+    const int sign = part->format == Q8_0 && !BYTE_OFFSET; /* bytes have a sign */
     Tile tile;
     char edge[LANES * EDGE];
     for (int64_t first = 0; first < count; first += LANES) {
@@ -477,13 +478,14 @@ INLINE void expand_rows(const int wide, const Part *part, int64_t k, const int64
             for (int r = 0; r < rows; r++) memcpy(edge + r * EDGE, at + ids[first + r] * bytes, step * n / SEGMENT);
             const Grid grid = grid_of(edge, EDGE, edge);
             unpack_as[part->format](&grid, n, &tile);
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < 32 * n; i += LANES) {
-                    float values[LANES];
-                    for (int lane = 0; lane < LANES; lane++)
-                        values[lane] = weight_of(part->format, &tile, i / 32, i % 32 + lane, r);
-                    put(wide, y, (first + r) * k + b * 32 + i, load(values), LANES);
-                }
+            for (int i = 0; i < 32 * n; i += LANES) {
+                vu by_weight[LANES];
+                float by_row[LANES][LANES];
+#pragma GCC unroll 16
+                for (int j = 0; j < LANES; j++) by_weight[j] = (vu)weights_of(form, sign, &tile, i / 32, i % 32 + j);
+                transpose(by_weight, (uint32_t *)by_row);
+                for (int r = 0; r < rows; r++) put(wide, y, (first + r) * k + b * 32 + i, load(by_row[r]), LANES);
+            }
         }
     }
 }

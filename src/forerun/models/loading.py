@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.kernels import cpu
 from forerun.models import manifest
 from forerun.models.blocks import FORMATS, Blocks, Part, dequantized, quantized, row_bytes
 from forerun.models.config import FAMILIES, ModelConfig
@@ -304,13 +305,25 @@ class GgufCheckpoint:
     def pieces(self, name: str) -> Iterator[Tensor]:
         at, data, head = self.stored[name], self.rows(name), self._config.head_dim
         step = max(STAGE // (4 * at.shape[-1]) // head, 1) * head  # whole heads, so that their rows can be reordered
-        paired = self._interleaved and ("q_proj" in name or "k_proj" in name)
+        paired = self._paired(name)
         for begin in range(0, len(data), step):
             piece = dequantized(data[begin : begin + step], at.dtype)
             piece = piece.view(-1, *at.shape[1:])
             yield (pair_halves(piece, head) if paired else piece).view(-1)
 
+    def _paired(self, name: str) -> bool:
+        """Whether the rows of each head are to be reordered (pair_halves)."""
+        return self._interleaved and ("q_proj" in name or "k_proj" in name)
+
     def read(self, name: str, out: Tensor) -> None:
+        at = self.stored[name]
+        if at.dtype in FORMATS and out.device.type == "cpu":
+            part = Part(at.dtype, self.rows(name))
+            order = torch.arange(len(part.data))
+            if self._paired(name):
+                order = pair_halves(order, self._config.head_dim)
+            if cpu.expand(part, order, out):
+                return
         _copy(self.pieces(name), out)
 
     def same(self, name: str, other: str) -> bool:

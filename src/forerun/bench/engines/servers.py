@@ -25,7 +25,7 @@ from pathlib import Path
 from forerun.bench.engines.arms import Arm
 from forerun.bench.engines.launching import Template, command_of, file_of, places, read_log
 from forerun.bench.engines.logs import ended, reason
-from forerun.bench.records.machine import total_memory
+from forerun.bench.records.machine import available_memory, total_memory
 from forerun.bench.records.record import Facts
 from forerun.bench.records.redaction import hide
 from forerun.checks import SettingError
@@ -235,14 +235,6 @@ def memory_of_session(leader: int) -> int | None:
             text = Path(f"/proc/{pid}/smaps_rollup").read_text()
             total += next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
     return total or None
-
-
-def available_memory() -> int | None:
-    """Bytes that can be used without swapping; None if unknown."""
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
-    return None
 
 
 def memory_share(servers: int) -> float:

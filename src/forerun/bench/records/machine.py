@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 
+from forerun import system
 from forerun.bench.records.record import Machine
 
 
@@ -30,9 +31,16 @@ def versions() -> dict[str, str]:
 
 
 def total_memory() -> int | None:
-    """Bytes of the machine's memory; None if unknown."""
+    """Bytes of memory that this process could have, within the limits of its cgroups; None if unknown."""
     with contextlib.suppress(ValueError, OSError, AttributeError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return system.total_memory()
+    return None
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still get without swapping, within the limits of its cgroups; None if unknown."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        return system.available_memory()
     return None
 
 
