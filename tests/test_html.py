@@ -15,7 +15,8 @@ from forerun.bench.pages.view import Axis, Chart, Mark, Plot, Row
 from forerun.bench.records import summary
 from forerun.bench.records.record import Record
 from forerun.bench.records.statistics import Ratio
-from tests import browser
+from forerun.train import curve
+from tests import browser, training_logs
 from tests.records import SWEEP, Way, as_page, fake, figures, rich, server, waiting
 
 SVG = html.templates().get_template("svg.html.j2").module
@@ -64,6 +65,7 @@ def pages() -> dict[str, str]:
         "interrupted": as_page(dataclasses.replace(one, finished=False, batches=one.batches[:3])),
         "nothing": as_page(dataclasses.replace(one, finished=False, batches=())),
         "compared": html.page(changes.view(one, two), changes.view(one, two)),
+        "training": curve.page(training_logs.rich(), training_logs.SETTINGS),
     }
 
 
@@ -231,7 +233,7 @@ def window() -> Iterator[browser.Page]:
 
 
 @pytest.mark.parametrize("size", WINDOWS)
-@pytest.mark.parametrize("name", ["rich", "plain", "nothing", "compared"])
+@pytest.mark.parametrize("name", ["rich", "plain", "nothing", "compared", "training"])
 def test_pages_open_without_complaint_network_or_sideways_scrolling(
     window: browser.Page, tmp_path: Path, name: str, size: str
 ) -> None:
@@ -242,7 +244,8 @@ def test_pages_open_without_complaint_network_or_sideways_scrolling(
     assert window.value("document.documentElement.scrollWidth") == width
     assert window.value("window.innerWidth") == width, "the page did not make the window wider"
     assert window.requests() == [path.as_uri()] and window.complaints() == []
-    assert "Speculation" in window.value("document.querySelector('h1').textContent") or name == "nothing" or name == "plain"
+    heading = window.value("document.querySelector('h1').textContent")
+    assert "Speculation" in heading or name in ("nothing", "plain", "training")
 
 
 OUTSIDE = """[...document.querySelectorAll('main p, main li, main h1, main h2, main h3, main svg, main dd')]
@@ -264,18 +267,20 @@ CONTRAST = """(() => {
 
 
 @pytest.mark.parametrize("size", WINDOWS)
-def test_nothing_sticks_out_of_the_window(window: browser.Page, tmp_path: Path, size: str) -> None:
+@pytest.mark.parametrize("name", ["rich", "training"])
+def test_nothing_sticks_out_of_the_window(window: browser.Page, tmp_path: Path, name: str, size: str) -> None:
     path = tmp_path / "page.html"
-    path.write_text(PAGES["rich"], encoding="utf-8")
+    path.write_text(PAGES[name], encoding="utf-8")
     width, height, phone = WINDOWS[size]
     window.open(path, width, height, phone=phone)
     assert window.value(OUTSIDE) == []
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_stands_out_in_light_and_dark(window: browser.Page, tmp_path: Path, dark: bool) -> None:
+@pytest.mark.parametrize("name", ["rich", "training"])
+def test_text_stands_out_in_light_and_dark(window: browser.Page, tmp_path: Path, name: str, dark: bool) -> None:
     path = tmp_path / "page.html"
-    path.write_text(PAGES["rich"], encoding="utf-8")
+    path.write_text(PAGES[name], encoding="utf-8")
     window.open(path, 1280, 900, dark=dark)
     assert window.value("matchMedia('(prefers-color-scheme: dark)').matches") is dark
     assert window.value(CONTRAST) == [], "a contrast of 4.5 to 1, as WCAG 2.2 asks for text (1.4.3)"

@@ -82,7 +82,10 @@ def _plot(caption: str, values: Sequence[tuple[int, Sequence[tuple[int, float]]]
         every += [value for _, value, _, _ in means]
         if points:
             alts.append(f"{points[0][1]:.3g}{unit} at step {points[0][0]} to {points[-1][1]:.3g}{unit} at step {points[-1][0]}")
-    names = [f"{steps[min((i + 1) * width, len(steps)) - 1]:,}" for i in range(-(-len(steps) // width))]
+    count = -(-len(steps) // width)
+    apart = 2 * max(-(-count // 10), 1)  # half of the labels that the page would draw, since numbers of steps are long
+    ends = [steps[min((i + 1) * width, len(steps)) - 1] for i in range(count)]
+    names = [f"{end:,}" if i % apart == 0 else "" for i, end in enumerate(ends)]
     return Plot(caption, series, names, axis or around(every, unit), f"{caption}: {'; '.join(alts)}")
 
 
