@@ -20,9 +20,10 @@ def rich(steps: int = 2000, k: int = 4) -> list[Line]:
             accepted = [0.8 * part**0.5 * 0.8**i for i in range(k)]
             found.append({"kind": "offline", "step": step, "lengths": lengths, "accepted": accepted, "samples": 480})
         if step % (steps // 2) == 0:
-            more = {"accepted": accepted}
+            names = ("explain", "edit-code", "a-task-with-a-very-long-name-of-many-words")
             tasks = [
-                {"task": task, "prompts": 32, "tokens": 6000, "steps": 2500 - 500 * i, "length": 2.4 + i * part} | more for i, task in enumerate(("explain", "edit-code", "a-task-with-a-very-long-name-of-many-words"))
+                {"task": name, "prompts": 32, "tokens": 6000, "steps": 2500 - 500 * i, "length": 2.4 + i, "accepted": accepted}
+                for i, name in enumerate(names)
             ]
             found.append({"kind": "engine", "step": step, "k": k, "tasks": tasks})
     phases = {"answers": 110.2, "steps": 165.0, "evaluation": 3.1, "engine": 24.0}

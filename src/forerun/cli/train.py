@@ -93,7 +93,7 @@ def _show(console: Console, run: Run, result: Result) -> None:
     setting = json.dumps(trying.speculation(run.method, result.head, run.k))
     seconds = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result.seconds.items() if seconds >= 0.5)
     console.print(f"\n{seconds}" if seconds else "", highlight=False)
-    console.print(f"The learning curve: {curve.write(run.folder)}", highlight=False, soft_wrap=True)
+    console.print(f"The learning curve: {run.folder / curve.PAGE}", highlight=False, soft_wrap=True)
     target = run.loaded.name
     console.print("\nUse it:", style="bold")
     print(f"forerun generate --model {target} --speculative-config '{setting}'")

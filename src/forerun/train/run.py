@@ -3,6 +3,7 @@ on.
 
     run.json       the settings          answers/     the target's answers      samples/      training and held out
     log.jsonl      losses, acceptance    checkpoint.pt                          head/         the drafter
+    training.html  the learning curve
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from forerun.engine.memory import free_memory
 from forerun.heads.config import HeadConfig
 from forerun.llm import LLM, LoadedModel
 from forerun.models.config import ModelConfig
-from forerun.train import answers, export, trying
+from forerun.train import answers, curve, export, trying
 from forerun.train.answers import Answerer, Made, Shards
 from forerun.train.features import Features
 from forerun.train.heads import Evaluation, Trainer
@@ -160,6 +161,7 @@ class Run:
             found = self._try(held_out, log, trainer.made)
         for name, seconds in self.seconds.items():
             log.add("phase", name=name, seconds=round(seconds, 2), step=trainer.made)
+        curve.write(self.folder)
         return Result(self.head, found, evaluation, dict(self.seconds))
 
     def samples(self) -> tuple[Made, Made]:
@@ -248,7 +250,7 @@ class Run:
                             window = []
                     looked = self._clock()
                     speed = (trainer.made - first) / max(looked - begin, 1e-6)
-                    self._watch.at(trainer.made, f"{speed:.1f} steps/s{_loss(window)}")
+                    self._watch.at(trainer.made, f"{_pace(speed)}{_loss(window)}")
             if trainer.made in offline and trainer.made < total:
                 with self._part("evaluation"):
                     self._note(log, trainer.made, trainer.evaluate(self.k))
@@ -271,12 +273,12 @@ class Run:
         loss = sum(one.loss for one in window) / count
         log.add("step", step=last.step, loss=round(loss, 5), norm=round(last.norm, 5), rate=last.rate, **means)
 
-    @staticmethod
-    def _note(log: Log, step: int, evaluation: Evaluation) -> None:
+    def _note(self, log: Log, step: int, evaluation: Evaluation) -> None:
         log.add(
             "offline", step=step, lengths=list(evaluation.lengths), accepted=list(evaluation.accepted),
             accuracy=list(evaluation.accuracy), samples=evaluation.samples,
         )  # fmt: skip
+        curve.write(self.folder)
 
     def _export(self, trainer: Trainer) -> None:
         with self._part("export"):
@@ -332,12 +334,14 @@ class Run:
         prompt = np.array((prompts * len(ids))[: len(ids)], np.int32)
         samples = answers.Samples(np.concatenate(ids), start, prompt)
         settings = Settings(**asdict(s) | {"tokens": of_step, "steps": 1000})
+        self._watch.begin("steps to measure", 0, 2 + TRIAL_STEPS)
         trainer = Trainer(target, self.config, samples, None, settings)
         for _ in range(2 + TRIAL_STEPS):
             if trainer.made == 2:
                 trainer.metrics()  # the first steps prepare
                 begin = self._clock()
             trainer.step()
+            self._watch.at(trainer.made, "")
         trainer.metrics()
         each = (self._clock() - begin) / TRIAL_STEPS * s.tokens / of_step
         count = trainer.parameters.count
@@ -351,7 +355,7 @@ class Run:
         activations = torch.cuda.max_memory_allocated() if target.device.type == "cuda" else 0
         how = "measured" if of_step == s.tokens else f"measured with {of_step} tokens a step"
         rows = [
-            ("time for training", f"{_seconds(each * s.steps)}, {1 / each:.1f} steps/s", how),
+            ("time for training", f"{_seconds(each * s.steps)}, {_pace(1 / each)}", how),
             ("epochs", f"{s.steps * s.tokens / tokens:.1f}", "computed"),
             ("parameters", f"{count / 1e6:.1f} M", "counted"),
             ("memory: target", f"{target.bytes / 1e9:.2f} GB", "counted"),
@@ -364,6 +368,11 @@ class Run:
         del trainer
         self._release()
         return rows
+
+
+def _pace(steps: float) -> str:
+    """Steps in a second."""
+    return f"{steps:.1f} steps/s" if steps >= 1 or not steps else f"{1 / steps:.1f} s a step"
 
 
 def _loss(window: list[Any]) -> str:
