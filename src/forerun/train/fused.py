@@ -21,9 +21,10 @@ from forerun.kernels.cuda_products import power_of_two
 from forerun.train.fused_attention import attend as attend
 from forerun.train.plain import Scored
 
-ROWS = 512  # programs that share the rows of a norm's gradient
+ROWS = 1024  # programs that share the rows of a norm's gradient
 WHOLE = 16384  # a row of logits up to this long is held in registers
 PIECE = 4096  # of a longer one
+LEAST = tl.constexpr(-1e30)  # below all logits, and finite
 
 
 @triton.jit
@@ -197,17 +198,23 @@ def product(x: Tensor, master: Tensor, values: Tensor) -> Tensor:
 
 @triton.jit
 def _mass(values, top, total):
-    """The largest value so far, and the sum of exponentials relative to it."""
-    new = tl.maximum(top, tl.max(values))
-    return new, total * tl.exp(top - new) + tl.sum(tl.exp(values - new))
+    """For each place of a block the largest value so far, and the sum of exponentials relative to it."""
+    new = tl.maximum(top, values)
+    return new, total * tl.exp(top - new) + tl.exp(values - new)
 
 
 @triton.jit
-def _compared(s, t, top, total, best, mass):
-    """q and p of a piece, and its parts of KL, of the acceptance, and of q where it lies below p."""
-    q, p = tl.exp(s - top) / total, tl.exp(t - best) / mass
-    away = tl.where(p > 0, p * ((t - best - tl.log(mass)) - (s - top - tl.log(total))), 0.0)
-    return q, p, tl.sum(away), tl.sum(tl.minimum(p, q)), tl.sum(tl.where(q < p, q, 0.0))
+def _log_sum(top, total):
+    """Of all places."""
+    most = tl.max(top)
+    return most, most + tl.log(tl.sum(total * tl.exp(top - most)))
+
+
+@triton.jit
+def _compared(log_q, log_p):
+    """The parts of KL, of the acceptance, and of q where it lies below p."""
+    q, p = tl.exp(log_q), tl.exp(log_p)
+    return tl.where(p > 0, p * (log_p - log_q), 0.0), tl.minimum(p, q), tl.where(q < p, q, 0.0)
 
 
 @triton.jit
@@ -231,34 +238,40 @@ def loss_kernel(
         theirs = teacher + tl.load(rows + row).to(tl.int64) * V
         shares = mix + row % W * 4
         kl, tv, nll, hard = tl.load(shares), tl.load(shares + 1), tl.load(shares + 2), tl.load(shares + 3)
-        top, total, best, mass = -float("inf"), 0.0, -float("inf"), 0.0
-        away, taken, below = 0.0, 0.0, 0.0
         of_label = tl.load(mine + tl.maximum(own, 0)).to(tl.float32)
+        away, taken, below = 0.0, 0.0, 0.0
         if ONE:
             s = tl.load(mine + at, mask=at < V, other=-float("inf")).to(tl.float32)
             top = tl.max(s)
-            total = tl.sum(tl.exp(s - top))
+            norm = top + tl.log(tl.sum(tl.exp(s - top)))
             if SOFT:
                 t = tl.load(theirs + at, mask=at < V, other=-float("inf")).to(tl.float32)
                 best = tl.max(t)
-                mass = tl.sum(tl.exp(t - best))
-                q, p, away, taken, below = _compared(s, t, top, total, best, mass)
+                mass = best + tl.log(tl.sum(tl.exp(t - best)))
+                away_, taken_, below_ = _compared(s - norm, t - mass)
+                away, taken, below = tl.sum(away_), tl.sum(taken_), tl.sum(below_)
         else:
+            tops, totals = tl.full([BLOCK], LEAST, tl.float32), tl.zeros([BLOCK], tl.float32)
+            bests, masses = tl.full([BLOCK], LEAST, tl.float32), tl.zeros([BLOCK], tl.float32)
             for c in range(0, V, BLOCK):
                 s = tl.load(mine + c + at, mask=c + at < V, other=-float("inf")).to(tl.float32)
-                top, total = _mass(s, top, total)
+                tops, totals = _mass(s, tops, totals)
                 if SOFT:
                     t = tl.load(theirs + c + at, mask=c + at < V, other=-float("inf")).to(tl.float32)
-                    best, mass = _mass(t, best, mass)
+                    bests, masses = _mass(t, bests, masses)
+            top, norm = _log_sum(tops, totals)
             if SOFT:
+                best, mass = _log_sum(bests, masses)
+                away_, taken_ = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+                below_ = tl.zeros([BLOCK], tl.float32)
                 for c in range(0, V, BLOCK):
                     s = tl.load(mine + c + at, mask=c + at < V, other=-float("inf")).to(tl.float32)
                     t = tl.load(theirs + c + at, mask=c + at < V, other=-float("inf")).to(tl.float32)
-                    q, p, away1, taken1, below1 = _compared(s, t, top, total, best, mass)
-                    away, taken, below = away + away1, taken + taken1, below + below1
+                    away1, taken1, below1 = _compared(s - norm, t - mass)
+                    away_, taken_, below_ = away_ + away1, taken_ + taken1, below_ + below1
+                away, taken, below = tl.sum(away_), tl.sum(taken_), tl.sum(below_)
         named = (own >= 0).to(tl.float32)
-        of_own = of_label - top - tl.log(total)
-        value = -hard * named * of_own
+        value = -hard * named * (of_label - norm)
         pull = tv
         if SOFT:
             value += kl * away + tv * (1 - taken) - nll * tl.log(taken)
@@ -266,16 +279,16 @@ def loss_kernel(
         tl.store(loss + row, value * w)
         tl.store(acceptance + row, taken)
         tl.store(hit + row, tl.where((of_label >= top) & (own >= 0), 1.0, 0.0))
-        tl.store(chance + row, named * tl.exp(of_own))
+        tl.store(chance + row, named * tl.exp(of_label - norm))
         for c in range(0, V, BLOCK):
             if not ONE:
                 s = tl.load(mine + c + at, mask=c + at < V, other=-float("inf")).to(tl.float32)
-            q = tl.exp(s - top) / total
+            q = tl.exp(s - norm)
             g = hard * named * (q - tl.where(c + at == own, 1.0, 0.0))
             if SOFT:
                 if not ONE:
                     t = tl.load(theirs + c + at, mask=c + at < V, other=-float("inf")).to(tl.float32)
-                p = tl.exp(t - best) / mass
+                p = tl.exp(t - mass)
                 g += kl * (q - p) - pull * q * (tl.where(q < p, 1.0, 0.0) - below)
             tl.store(mine + c + at, (g * w).to(logits.dtype.element_ty), mask=c + at < V)
 
@@ -287,7 +300,7 @@ def gradient_in_place(
     n, v = logits.shape
     out = Scored(*(torch.empty(n, dtype=torch.float32, device=logits.device) for _ in range(4)))
     one = v <= WHOLE
-    block, warps = (power_of_two(v), 16 if v > 4096 else 4) if one else (PIECE, 8)
+    block, warps = (power_of_two(v), 16 if v > 4096 else 4) if one else (PIECE, 16)
     theirs = logits if teacher is None else teacher
     loss_kernel[(n,)](
         logits, theirs, rows, label, weight, mix, *out, v, len(mix), teacher is not None, one, block, num_warps=warps

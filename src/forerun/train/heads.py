@@ -310,8 +310,9 @@ class Trainer:
             share = valid / valid.sum(0).clamp(min=1)  # [C,W]
             weight = share if self.settings.pace is not None else share * self._fade[steps]
             mix = self._fixed + torch.exp(-self.settings.lk_rate * self._running[steps])[:, None] * self._moving
+            x = part.x if self.settings.loss_temperature == 1 else part.x / self.settings.loss_temperature
             scored = self.operations.head_loss(
-                part.x, self._master, self._values, teacher, row, label.flatten(), weight.flatten(), mix
+                x, self._master, self._values, teacher, row, label.flatten(), weight.flatten(), mix
             )
             if self.settings.pace is None:
                 loss = loss + scored.loss.sum()
@@ -329,7 +330,7 @@ class Trainer:
             return None
         with torch.no_grad():
             last = self._kernels.rms_norm(seen.last[place], self.target.weights.norm, self.target.config.eps)
-            return F.linear(last, self._teacher)  # [N,draft vocabulary]
+            return F.linear(last / self.settings.loss_temperature, self._teacher)  # [N,draft vocabulary]
 
     @staticmethod
     def _targets(part: Part, pack: Pack) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,7 @@ class ChainMethod(Head):
             run = head.with_kernels(kernels.attending(first))
             embedded = run.embed(ids, pack.position)
             output = run.hand_on(module, run.run(module, embedded, feature, no_pages(pack.position), none, none))
-            yield part(module, module, output[(pack.base + module).clamp(max=total - 1)])
+            yield part(module, module, output.index_select(0, (pack.base + module).clamp(max=total - 1)))
             feature = torch.where((pack.position == 0)[:, None], 0, output.roll(1, 0))
         if steps <= modules:
             return
@@ -150,7 +150,7 @@ class ChainMethod(Head):
             torch.where(pack.true, torch.minimum(reach, pack.end[pack.base]), total),
         )  # fmt: skip
         run = head.with_kernels(kernels.attending(behind))
-        x = output[(reach - 1).clamp(max=total - 1)]
+        x = output.index_select(0, (reach - 1).clamp(max=total - 1))
         for i in range(modules, steps):
             positions = pack.position[pack.base] + i
             embedded = run.embed(pack.behind(corpus, pack.base, 1 + i), positions)
@@ -229,4 +229,4 @@ class DraftMethod:
         bases = torch.arange(len(pack.base), device=pack.at.device)
         for i in range(steps):
             at = (pack.base + 1 + i).clamp(max=total - 1)
-            yield Part(kernels.rms_norm(x[at], w.norm, c.eps), bases, i)
+            yield Part(kernels.rms_norm(x.index_select(0, at), w.norm, c.eps), bases, i)

@@ -89,6 +89,7 @@ class Options:
     unroll: int | None = option(None, TRAINING, "Steps of training-time test.", default_text="5; eagle and draft: 1")
     fade: float = option(0.8, TRAINING, "The weight of step i of these is FADE to the power of i.")
     loss: str = option("lk", TRAINING, "What is minimised; see docs/training.md.", choices=LOSSES)
+    loss_temperature: float = option(1.0, TRAINING, "Of both distributions in the loss; below 1 likely tokens count more.")
     lk_rate: float = option(3.0, TRAINING, "lk: how soon the acceptance itself counts.")
     pace: float | None = option(None, TRAINING, "dflash: a of D-PACE, in place of --fade.", default_text="off")
     anchors: int | None = option(None, TRAINING, "dflash: blocks of a step.", default_text="a quarter of the answered tokens")

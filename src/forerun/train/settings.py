@@ -21,7 +21,8 @@ class Settings:
     unroll: steps of training-time test (EAGLE: 1 by default; DFlash: block_size - 1 always; a draft model: 1 always); fade: the
     weight of step i is fade^i. None: 5.
     loss: kl: the target's distribution over the draft vocabulary; lk: w KL + (1 - w) TV with w = exp(-lk_rate * acceptance)
-    [2602.23881]; nll: -log of the acceptance; hard: cross-entropy of the target's likeliest token.
+    [2602.23881]; nll: -log of the acceptance; hard: cross-entropy of the target's likeliest token. loss_temperature: of
+    distributions in the loss; below 1 likely tokens count more.
     pace: DFlash: D-PACE, weights of positions that follow how likely the block was right up to there, with this for a; None:
     fade. anchors: DFlash: blocks of a step; None: a quarter of the bases. noise: EAGLE: features get uniform noise up to this.
     seed: of initial values, order and noise.
@@ -41,6 +42,7 @@ class Settings:
     unroll: int | None = setting(None, Whole(1, 32, 5), none=True)
     fade: float = setting(0.8, Number(0, 1, 0.8, above=True))
     loss: str = setting("lk", Choice(LOSSES))
+    loss_temperature: float = setting(1.0, Number(0.01, 100, 0.7))
     lk_rate: float = setting(3.0, Number(0, 100, 3.0))
     pace: float | None = setting(None, Number(0, 1, 0.5), none=True)
     anchors: int | None = setting(None, Whole(1, MOST, 1024), none=True)
