@@ -18,7 +18,7 @@ from forerun.bench.formats import duration
 from forerun.bench.load import budget
 from forerun.bench.load.budget import Failed, Pace
 from forerun.bench.load.plan import Plan, PlannedBatch, batches_of
-from forerun.bench.pages.progress import EVERY_S, Course, Lines
+from forerun.bench.pages.progress import EVERY_S, Course, Following, Lines
 from forerun.bench.records import record
 from forerun.bench.records.record import Batch, Load
 from forerun.bench.workloads import tasks as workloads
@@ -228,6 +228,22 @@ def test_something_is_said_every_ten_seconds_and_not_more_often() -> None:
         course.doing("quick")
         time.now += 0.1
     assert len(said) <= quick + 1
+
+
+def test_parts_of_a_run_say_what_is_left_of_them() -> None:
+    """The pace is that since the part began; what was done before does not count."""
+    time, said = Time(), []  # type: ignore[var-annotated]
+    course = Following(lambda course: said.append(course.line()), time)
+    assert course.line() == ""
+    course.begin("answers", 600, 1000)
+    assert said[-1] == "600 of 1000 answers"
+    time.now += 10.0
+    course.at(700, "5 tokens/s")
+    assert said[-1] == "700 of 1000 answers, about 30 s left (5 tokens/s)"
+    course.at(1000, "")
+    assert said[-1] == "1000 of 1000 answers"
+    course.begin("loading", 0, 0)
+    assert said[-1] == "loading"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ seed alone.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -156,6 +157,9 @@ class Answerer:
         live: dict[str, _Talk] = {}
         stream, begun, tokens = Stream(self._llm.owner), 0, 0
         room = WAITING * self._llm.engine.config.max_num_seqs
+        # otherwise the collector walks over all prompts again and again
+        gc.collect()
+        gc.freeze()
         try:
             while todo or ready or live:
                 fresh: list[Request] = []
@@ -190,6 +194,7 @@ class Answerer:
                 if watch is not None:
                     watch(len(questions) - len(todo) - len(ready) - len(live), len(questions), tokens)
         finally:
+            gc.unfreeze()
             stream.close()
             self._write()
 
