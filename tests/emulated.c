@@ -43,7 +43,7 @@ int main(void) {
         switch (function) {
         case 0: strcpy(buffer[0], fr_isa()); break;
         case 1: fr_linear(I(0), I(1), P(2), I(3), I(4), P(5), F(6), P(7), P(8), I(9), P(10), P(11), I(12)); break;
-        case 2: fr_rms_norm(I(0), P(1), I(2), I(3), P(4), F(5), P(6), I(7)); break;
+        case 2: fr_join(I(0), P(1), I(2), I(3), I(4), F(5), P(6), I(7)); break;
         case 3:
             fr_attend(I(0), P(1), P(2), F(3), P(4), P(5), P(6), P(7), P(8), P(9), P(10), P(11), P(12), P(13), I(14));
             break;
@@ -51,6 +51,10 @@ int main(void) {
             fr_layers(I(0), P(1), I(2), P(3), I(4), I(5), P(6), F(7), F(8), P(9), P(10), P(11), P(12), P(13), I(14));
             break;
         case 5: fr_embed(I(0), P(1), I(2), P(3), I(4), P(5), I(6)); break;
+        case 6: fr_best(P(0), I(1), I(2), P(3), P(4), I(5)); break;
+        case 7:
+            fr_store(I(0), P(1), I(2), P(3), F(4), P(5), P(6), P(7), P(8), P(9), P(10), P(11), P(12), I(13));
+            break;
         default: return 1;
         }
         for (int64_t i = 0; i < buffers; i++) {

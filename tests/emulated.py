@@ -105,10 +105,32 @@ class Emulated:
             some(bias, outs * item), outs, before, result, threads,
         )  # fmt: skip
 
-    def fr_rms_norm(self, wide: int, x: int, tokens: int, k: int, norm: int, eps: float, y: int, threads: int) -> None:
+    def fr_join(self, wide: int, parts: bytes, count: int, tokens: int, outs: int, eps: float, y: int, threads: int) -> None:
+        item, holds = 4 if wide else 2, {}
+        given = ctypes.create_string_buffer(parts, len(parts))
+        for part, (x, norm, width, stride) in enumerate(struct.iter_unpack("4q", parts)):
+            holds[32 * part] = Memory(x, ((tokens - 1) * stride + width) * item)
+            if norm:
+                holds[32 * part + 8] = Memory(norm, width * item)
+        memory = Memory(ctypes.addressof(given), len(parts), holds=holds)
+        self.call(2, wide, memory, count, tokens, outs, eps, Memory(y, tokens * outs * item, back=True), threads)
+
+    def fr_best(self, logits: int, rows: int, count: int, ids: int, chances: int, threads: int) -> None:
+        found = Memory(ids, rows * 8, back=True), Memory(chances, rows * 4, back=True)
+        self.call(6, Memory(logits, rows * count * 4), rows, count, *found, threads)
+
+    def fr_store(
+        self, wide: int, kv: int, stride: int, shape: Numbers, eps: float, cos: int, sin: int, k_norm: int | None, keys: int,
+        values: int, positions: int, row_start: int, table: int, threads: int,
+    ) -> None:  # fmt: skip
+        tokens, _, _, _, _, kv_heads, dim, *_ = shape
         item = 4 if wide else 2
-        given, result = Memory(x, tokens * k * item), Memory(y, tokens * k * item, back=True)
-        self.call(2, wide, given, tokens, k, Memory(norm, k * item), eps, result, threads)
+        pages, *batch = self._batch(list(shape), item, cos, sin, positions, row_start, table)
+        given = Memory(kv, ((tokens - 1) * stride + 2 * kv_heads * dim) * item)
+        self.call(
+            7, wide, given, stride, self._numbers(shape), eps, *batch[:2], some(k_norm, dim * item),
+            Memory(keys, pages, back=True), Memory(values, pages, back=True), *batch[2:], threads,
+        )  # fmt: skip
 
     def fr_attend(
         self, wide: int, qkv: int, shape: Numbers, eps: float, cos: int, sin: int, q_norm: int | None,

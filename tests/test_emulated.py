@@ -56,6 +56,8 @@ def test_linear_layers(isa: str, k: int, outs: int, dtype: torch.dtype) -> None:
     for rows in (1, 2, 5, 7, 10, 13, 65):
         test_kernels.test_linear_layers_agree_with_float64(isa, dtype, k, outs, rows)
     test_kernels.test_rms_norm_rounds_as_the_reference(isa, dtype, k)
+    test_kernels.test_parts_are_joined(isa, dtype, 9, 1)
+    test_kernels.test_the_best_logits_and_their_probabilities(isa, 4101)
     test_kernels.test_a_token_is_rounded_alike_in_every_batch(isa, dtype, k, outs)
 
 
@@ -63,6 +65,8 @@ def test_linear_layers(isa: str, k: int, outs: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("shape", "block"), ATTENTION)
 def test_attention(isa: str, shape: test_kernels.AttentionShape, block: int, dtype: torch.dtype) -> None:
     test_kernels.test_attention_agrees_with_the_reference(isa, shape, block, True, dtype)
+    test_kernels.test_attention_in_both_directions(isa, shape, block, 3, dtype)
+    test_kernels.test_keys_and_values_are_stored(isa, shape, block, True, dtype)
     test_kernels.test_a_token_attends_alike_in_every_batch(isa, [(120, 9), (125, 9)], shape, block, dtype)
 
 

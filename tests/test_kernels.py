@@ -79,6 +79,10 @@ def test_linear_layers_agree_with_float64(isa: str, dtype: torch.dtype, k: int, 
     logits = it.norm_logits(x, norm, EPS, w)
     assert logits.dtype == F32
     near(logits, exact(x, norm, w), 1e-5 if dtype == BF16 else 1e-6)
+    near(it.linear(x, w, bias), exact(x, None, w) + bias.double(), once)
+    logits = it.logits(x, w)
+    assert logits.dtype == F32
+    near(logits, exact(x, None, w), 1e-5 if dtype == BF16 else 1e-6)
     both = matrix(2 * outs, k, dtype=dtype)
     gate, up = exact(x, norm, both).chunk(2, -1)
     near(it.norm_gate_up(x, norm, EPS, both), torch.nn.functional.silu(gate) * up, 0.01 if dtype == BF16 else 2e-6)
@@ -96,6 +100,54 @@ def test_rms_norm_rounds_as_the_reference(isa: str, dtype: torch.dtype, k: int) 
 
 @EACH
 @DTYPES
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_parts_are_joined(isa: str, dtype: torch.dtype, tokens: int, threads: int) -> None:
+    """Of several widths, some behind norms; the second is a part of the columns of a wider tensor."""
+    it, widths = compiled(isa, dtype, threads), (96, 33, 64, 7, 100)
+    parts = [torch.randn(tokens, width).to(dtype) for width in widths]
+    parts[1] = torch.randn(tokens, 50).to(dtype)[:, 11:44]
+    every = [weight(width, dtype=dtype) for width in widths]
+    for count, norms in ((1, every), (2, every), (2, [None, *every[1:]]), (5, [None, *every[1:4], None]), (3, [None] * 5)):
+        given = parts[:count], norms[:count]
+        got, want = it.join(*given, EPS), reference.join(*given, EPS)
+        near(got, want, 0.004 if dtype == BF16 else 1e-6)
+        begin = 0
+        for part, norm in zip(*given, strict=True):
+            columns = slice(begin, begin := begin + part.shape[1])
+            same = (got[:, columns] == part) if norm is None else (got[:, columns] == want[:, columns])
+            assert bool(same.all()) if norm is None else dtype == F32 or same.float().mean() > 0.99
+    for part, norm in ((parts[0].double(), None), (parts[2][:, ::2], None), (parts[0], every[0].double())):
+        with pytest.raises(TypeError, match="must be"):
+            it.join((parts[4], part), (every[4], norm), EPS)
+
+
+@EACH
+@pytest.mark.parametrize("count", [1, 5, 50, 4096, 9001])
+def test_the_best_logits_and_their_probabilities(isa: str, count: int) -> None:
+    logits = torch.randn(12, count) * 5
+    logits[0] = 1.0  # the first of equal ones
+    logits[1, -1] = logits[1, count // 2] = 40.0
+    logits[2, count // 2] = torch.nan
+    logits[3, -1] = torch.nan
+    logits[4, 0] = torch.inf
+    logits[5] = -torch.inf
+    logits[6, 1:] = -torch.inf
+    logits[7] += 1e30
+    results = [compiled(isa, F32, threads).best(logits) for threads in (1, 3)]
+    ids, chances = reference.best(logits)
+    assert ids[[2, 3, 4, 5]].tolist() == [0] * 4 and chances[[2, 3, 4, 5]].tolist() == [0] * 4
+    assert ids[0] == 0 and ids[1] == count // 2 and chances[6] == 1 and (chances[6:] > 0).all()
+    for got_ids, got in results:
+        assert got_ids.dtype == torch.int64 and torch.equal(got_ids, ids)
+        assert got.dtype == F32 and torch.equal(got, results[0][1])
+        torch.testing.assert_close(got, chances, rtol=2e-5, atol=0)
+    for row in (1, 11):  # whatever the other rows are
+        assert torch.equal(compiled(isa, F32).best(logits[row : row + 1])[1], results[0][1][row : row + 1])
+
+
+@EACH
+@DTYPES
 @pytest.mark.parametrize(("k", "outs"), [(100, 17), (64, 40)])
 def test_a_token_is_rounded_alike_in_every_batch(isa: str, dtype: torch.dtype, k: int, outs: int) -> None:
     """All operations that know no rows, on 1 to 600 tokens: alone, and between any neighbours."""
@@ -109,6 +161,7 @@ def test_a_token_is_rounded_alike_in_every_batch(isa: str, dtype: torch.dtype, k
             it.norm_linear(mine, norm, EPS, w, None), it.norm_linear(mine, norm, EPS, w, bias),
             it.linear_add(mine, w, None, residual[at]), it.linear_add(mine, w, bias, residual[at]),
             it.norm_gate_up(mine, norm, EPS, w), it.norm_logits(mine, norm, EPS, w), it.rms_norm(mine, norm, EPS),
+            it.linear(mine, w, bias), it.logits(mine, w), it.join((mine, residual[at]), (norm, None), EPS),
         )  # fmt: skip
 
     together = all_of(slice(None))
@@ -193,6 +246,51 @@ def test_attention_agrees_with_the_reference(
     assert torch.equal(values.nan_to_num(), want_values)
 
 
+@EACH
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("shape", "block"), ATTENTION)
+def test_attention_in_both_directions(isa: str, shape: AttentionShape, block: int, threads: int, dtype: torch.dtype) -> None:
+    """With several threads the chunks of few tokens are tasks of their own."""
+    for rows in (RAGGED, [(120, 20), (500, 9)]):
+        sequences = Sequences(rows, shape._replace(block=True), block, dtype)
+        got, keys, values = sequences.run(compiled(isa, dtype, threads), True)
+        want, want_keys, want_values = sequences.run(reference, True, finite=True)
+        near(got, want, 0.012 if dtype == BF16 else 1e-5)
+        near(keys.nan_to_num(), want_keys, 0.008 if dtype == BF16 else 1e-6)
+        assert torch.equal(values.nan_to_num(), want_values)
+    sequences.shape = shape
+    assert (sequences.run(reference, True, finite=True)[0] - want).abs().max() > 0.05  # the other direction counts
+
+
+@EACH
+@DTYPES
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("shape", "block"), ATTENTION)
+def test_keys_and_values_are_stored(isa: str, shape: AttentionShape, block: int, norms: bool, dtype: torch.dtype) -> None:
+    """kv is a part of the columns of a wider tensor. Padding behind the last row is NaN and reaches no page."""
+    sequences, kernels = Sequences([*RAGGED, (3, 200)], shape, block, dtype), compiled(isa, dtype, 2)
+    total, size = len(sequences.positions), 2 * shape.kv_heads * shape.head_dim
+    wide = torch.randn(total + 5, 3 * size).to(dtype)
+    wide[total:] = torch.nan
+    positions = torch.cat((sequences.positions, torch.zeros(5, dtype=torch.int64)))
+    batch = Batch(positions, positions, sequences.row_start, sequences.table, None)
+    found = []
+    for run in (kernels, reference):
+        pages = sequences.keys.clone(), sequences.values.clone()
+        norm = sequences.k_norm if norms else None
+        run.store(wide[:, size : 2 * size], shape, sequences.cos, sequences.sin, norm, *pages, batch)
+        found.append(pages)
+    (keys, values), (want_keys, want_values) = found
+    assert torch.equal(keys.isnan(), want_keys.isnan()) and torch.equal(values.isnan(), want_values.isnan())
+    near(keys.nan_to_num(), want_keys.nan_to_num(), 0.008 if dtype == BF16 else 1e-6)
+    assert torch.equal(values.nan_to_num(), want_values.nan_to_num())
+    assert int((values == values).sum() - (sequences.values == sequences.values).sum()) == total * size // 2
+    with pytest.raises(ValueError, match="must be contiguous"):
+        args = shape, sequences.cos, sequences.sin, None, *pages, batch
+        kernels.store(wide.view(total + 5, -1, 3)[:, :, 0], *args)
+
+
 @pytest.mark.parametrize("isa", ["reference", *cpu.isas()])
 @DTYPES
 @pytest.mark.parametrize("norms", [False, True])
@@ -275,8 +373,8 @@ def test_empty_rows_and_padding_change_no_bit(isa: str, rows: list[tuple[int, in
 class Stacked:
     """Some layers of odd shapes, with the pages of `rows`."""
 
-    def __init__(self, rows: list[tuple[int, int]], extras: bool, dtype: torch.dtype) -> None:
-        shape, hidden, inner = AttentionShape(6, 2, 32, 0, 1e-6, extras), 100, 150
+    def __init__(self, rows: list[tuple[int, int]], extras: bool, dtype: torch.dtype, both: bool = False) -> None:
+        shape, hidden, inner = AttentionShape(6, 2, 32, 0, 1e-6, extras, both), 100, 150
 
         def some(*size: int) -> Tensor:
             return weight(*size, dtype=dtype)
@@ -310,7 +408,8 @@ class Stacked:
 def test_a_stack_of_layers_is_what_the_kernels_do_one_by_one(
     isa: str, rows: list[tuple[int, int]], extras: bool, dtype: torch.dtype
 ) -> None:
-    it, kernels = Stacked(rows, extras, dtype), compiled(isa, dtype)
+    """extras: biases, norms of heads, interleaved heads, attention in both directions"""
+    it, kernels = Stacked(rows, extras, dtype, extras), compiled(isa, dtype)
     sequences, pages, own, y = it.sequences, it.pages(), it.pages(), it.x
     for layer, at, keys, values in zip(it.layers, it.shapes, *own, strict=True):
         qkv = kernels.norm_linear(y, layer.attention_norm, EPS, layer.qkv, layer.qkv_bias)

@@ -107,8 +107,9 @@ class Kernels(Protocol):
         """x @ weight.T in float32.  [N,H] -> [N,V] float32"""
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest id of each row, the first of equal ones, and its probability (softmax at temperature 1). A row with
-        logits that are not finite gives id 0 with probability 0.  [N,V] float32 -> [N] int64, [N] float32"""
+        """The likeliest id of each row, the first of equal ones, and its probability (softmax at temperature 1). A row whose
+        largest logit is not finite (a NaN counts as the largest) gives id 0 with probability 0.
+        [N,V] float32 -> [N] int64, [N] float32"""
 
     def store(
         self, kv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, k_norm: Tensor | None, key_pages: Tensor,

@@ -24,18 +24,6 @@ void fr_linear(int wide, int kind, const void *x, int64_t tokens, int64_t k, con
     run_job(&job, threads);
 }
 
-typedef struct { const void *x, *norm; float eps; int wide; int64_t tokens, k; void *y; } Norm;
-enum { NORMED = 8 }; /* tokens of a chunk */
-
-static void norm_chunk(const Stage *stage, int64_t chunk, int first) {
-    const Norm *a = stage->given;
-    for (int64_t t = chunk * NORMED; t < (chunk + 1) * NORMED && t < a->tokens; t++) {
-        const int64_t at = t * a->k * (a->wide ? 4 : 2);
-        if (a->wide) norm_row(1, (const char *)a->x + at, a->norm, a->eps, a->k, (char *)a->y + at);
-        else norm_row(0, (const char *)a->x + at, a->norm, a->eps, a->k, (char *)a->y + at);
-    }
-}
-
 typedef struct { const Part *part; const int64_t *ids; int64_t k, count; int wide; void *y; } Embed;
 enum { EMBEDDED = 32 }; /* rows of a chunk */
 
@@ -55,23 +43,104 @@ void fr_embed(int wide, const Part *part, int64_t k, const int64_t *ids, int64_t
     run_job(&job, threads);
 }
 
-void fr_rms_norm(int wide, const void *x, int64_t tokens, int64_t k, const void *norm, float eps, void *y, int threads) {
-    Norm a = {x, norm, eps, wide, tokens, k, y};
+/* Some columns of the output of fr_join: rows of `width` elements, `stride` elements apart. norm: may be NULL */
+typedef struct { const void *x, *norm; int64_t width, stride; } Columns;
+typedef struct { const Columns *parts; int64_t count, tokens, outs; float eps; void *y; } Join;
+enum { JOINED = 8 }; /* tokens of a chunk */
+
+INLINE void join(const int wide, const Stage *stage, int64_t chunk, int first) {
+    const Join *a = stage->given;
+    const int64_t size = wide ? 4 : 2;
+    for (int64_t t = chunk * JOINED; t < (chunk + 1) * JOINED && t < a->tokens; t++) {
+        char *to = (char *)a->y + t * a->outs * size;
+        for (const Columns *p = a->parts; p < a->parts + a->count; to += p->width * size, p++) {
+            const char *x = (const char *)p->x + t * p->stride * size;
+            if (p->norm) norm_row(wide, x, p->norm, a->eps, p->width, to);
+            else memcpy(to, x, p->width * size);
+        }
+    }
+}
+STAGE(join)
+
+/* Parts one after the other, each behind its RMS norm, if it has one. outs: the sum of their widths */
+void fr_join(int wide, const Columns *parts, int64_t count, int64_t tokens, int64_t outs, float eps, void *y, int threads) {
+    Join a = {parts, count, tokens, outs, eps, y};
     Job job = new_job(1, 0);
-    add_stage(&job, norm_chunk, &a, 0, parts_of(tokens, NORMED));
-    run_job(&job, tokens * k < 65536 ? 1 : threads);
+    add_stage(&job, BY_DTYPE(wide, join), &a, 0, parts_of(tokens, JOINED));
+    run_job(&job, tokens * outs < 65536 ? 1 : threads);
 }
 
-/* Attention. shape: tokens, rows, table_width, block_size, heads, kv_heads, head_dim, interleaved, window */
+enum { COMPARED = 4096 }; /* logits of a chunk */
+typedef struct { float top, sum; } Piece; /* the largest logit, NaN if one is, and the sum of exp(logit - top) */
+typedef struct { const float *logits; int64_t count, pieces; Piece *found; } Best; /* pieces: of a row */
+
+static void compare(const Stage *stage, int64_t chunk, int first) {
+    const Best *a = stage->given;
+    const int64_t begin = chunk % a->pieces * COMPARED, left = a->count - begin, n = left < COMPARED ? left : COMPARED;
+    const float *x = a->logits + chunk / a->pieces * a->count + begin;
+    const vi lane = FIRST_LANES, ok = lane < (int)(n % LANES);
+    const int64_t whole = n - n % LANES;
+    vf rest = get(1, x, whole, n % LANES), top = (vf)(((vi)rest & ok) | ((vi)splat(NEG_INF) & ~ok));
+    rest = top;
+    vi broken = rest != rest;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        const vf v = load(x + i);
+        top = max_(top, v), broken |= v != v;
+    }
+    const float most = peak(top);
+    vf sum = exp_(rest - most);
+    for (int64_t i = 0; i < whole; i += LANES) sum += exp_(load(x + i) - most);
+    a->found[chunk] = (Piece){peak((vf)((vi)splat(1) & broken)) > 0 ? __builtin_nanf("") : most, sum1(sum)};
+}
+
+/* The likeliest id of each row of logits [rows][count] and its probability: 0 and 0, if the largest logit is not finite. */
+void fr_best(const float *logits, int64_t rows, int64_t count, int64_t *ids, float *chances, int threads) {
+    const int64_t pieces = parts_of(count, COMPARED);
+    Best a = {logits, count, pieces, scratch(2, rows * pieces * sizeof(Piece))};
+    Job job = new_job(1, 0);
+    add_stage(&job, compare, &a, 0, rows * pieces);
+    run_job(&job, rows * count < 2 * COMPARED ? 1 : threads);
+    for (int64_t r = 0; r < rows; r++, logits += count) {
+        const Piece *found = a.found + r * pieces, *best = found;
+        float sum = 0;
+        int broken = 0;
+        for (const Piece *p = found; p < found + pieces; p++) {
+            broken |= !(p->top < -NEG_INF);
+            if (p->top > best->top) best = p;
+        }
+        broken |= !(best->top > NEG_INF);
+        ids[r] = 0, chances[r] = 0;
+        if (broken) continue;
+        for (const Piece *p = found; p < found + pieces; p++) sum += p->sum * exp1(p->top - best->top);
+        int64_t at = (best - found) * COMPARED;
+        while (logits[at] != best->top) at++;
+        ids[r] = at, chances[r] = 1 / sum;
+    }
+}
+
+/* Attention. shape: tokens, rows, table_width, block_size, heads, kv_heads, head_dim, interleaved, both, window */
 void fr_attend(int wide, const void *qkv, const int64_t *shape, float eps, const float *cos, const float *sin, const void *q_norm,
                const void *k_norm, void *key_pages, void *value_pages, const int64_t *positions, const int32_t *row_start,
                const int32_t *block_table, void *y, int threads) {
-    Attend a = {qkv, q_norm, k_norm, key_pages, value_pages, y, cos, sin, positions, row_start, block_table,
-                shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7], shape[8], eps, NULL, 0};
+    Attend a = attention_of(shape, eps, cos, sin, positions, row_start, block_table);
+    a.qkv = qkv, a.q_norm = q_norm, a.k_norm = k_norm, a.key_pages = key_pages, a.value_pages = value_pages, a.y = y;
+    a.window = shape[9];
     Job job = new_job(ATTEND_STAGES, 0);
     plan_attend(&a, threads);
     add_attend(&job, wide, &a);
     run_job(&job, threads);
+}
+
+/* Keys and values kv [tokens][2][kv_heads][head_dim], rows `stride` elements apart, go to the pages: the keys normed, if k_norm
+ * is not NULL, and rotated. shape: as in fr_attend, with 0 heads. */
+void fr_store(int wide, const void *kv, int64_t stride, const int64_t *shape, float eps, const float *cos, const float *sin,
+              const void *k_norm, void *key_pages, void *value_pages, const int64_t *positions, const int32_t *row_start,
+              const int32_t *block_table, int threads) {
+    Attend a = attention_of(shape, eps, cos, sin, positions, row_start, block_table);
+    a.qkv = kv, a.stride = stride, a.k_norm = k_norm, a.key_pages = key_pages, a.value_pages = value_pages;
+    Job job = new_job(1, 0);
+    add_place(&job, wide, &a);
+    run_job(&job, a.tokens * a.kv_heads * a.dim < 32768 ? 1 : threads);
 }
 
 typedef struct {
@@ -91,8 +160,8 @@ void fr_layers(int wide, const Layer *layers, int64_t count, void *x, int64_t hi
     const size_t prepared = room_for(tokens, most > width ? most : width);
     char *room = scratch(2, prepared + tokens * (stacked + width + inner) * size);
     char *qkv = room + prepared, *mixed = qkv + tokens * stacked * size, *act = mixed + tokens * width * size;
-    Attend plan = {qkv, NULL, NULL, NULL, NULL, mixed, cos, sin, positions, row_start, block_table,
-                   tokens, shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7], 0, head_eps, NULL, 0};
+    Attend plan = attention_of(shape, head_eps, cos, sin, positions, row_start, block_table);
+    plan.qkv = qkv, plan.y = mixed;
     plan_attend(&plan, threads);
 
     struct { Linear qkv, out, gate_up, down; Attend attend; } *given; /* of each layer */

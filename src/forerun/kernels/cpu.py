@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import shlex
+import struct
 import subprocess
 import tempfile
 import warnings
@@ -109,11 +110,13 @@ def library(isa: str) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(build(isa)))
     p, i, n, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     lib.fr_linear.argtypes = (i, i, p, n, n, p, f, p, p, n, p, p, i)
-    lib.fr_rms_norm.argtypes = (i, p, n, n, p, f, p, i)
+    lib.fr_join.argtypes = (i, p, n, n, n, f, p, i)
+    lib.fr_best.argtypes = (p, n, n, p, p, i)
+    lib.fr_store.argtypes = (i, p, n, p, f, p, p, p, p, p, p, p, p, i)
     lib.fr_attend.argtypes = (i, p, p, f, p, p, p, p, p, p, p, p, p, p, i)
     lib.fr_embed.argtypes = (i, p, n, p, n, p, i)
     lib.fr_layers.argtypes = (i, p, n, p, n, n, p, f, f, p, p, p, p, p, i)
-    for function in (lib.fr_layers, lib.fr_embed, lib.fr_linear, lib.fr_rms_norm, lib.fr_attend):
+    for function in (lib.fr_layers, lib.fr_embed, lib.fr_linear, lib.fr_join, lib.fr_best, lib.fr_store, lib.fr_attend):
         function.restype = None
     lib.fr_isa.restype = ctypes.c_char_p
     return lib
@@ -188,7 +191,22 @@ class CpuKernels:
         return self._linear(PLAIN, x, None, 0.0, weight, bias, weight.rows, None)
 
     def join(self, parts: Sequence[Tensor], norms: Sequence[Tensor | None], eps: float) -> Tensor:
-        return reference.join(parts, norms, eps)
+        if all(norm is None for norm in norms):
+            return torch.cat(tuple(parts), -1)  # the quickest for few tokens
+        tokens, outs = len(parts[0]), 0
+        numbers: list[int] = []
+        for part, norm in zip(parts, norms, strict=True):
+            (rows, width), (stride, step) = part.shape, part.stride()
+            if part.dtype != self.dtype or step != 1 or rows != tokens:
+                raise TypeError(f"a part must be {tokens} rows of {self.dtype}, not {part.dtype} {tuple(part.shape)}")
+            if norm is not None and (norm.dtype != self.dtype or not norm.is_contiguous()):
+                raise TypeError(f"norm must be contiguous {self.dtype}, not {norm.dtype} with strides {norm.stride()}")
+            numbers += (part.data_ptr(), address(norm) or 0, width, stride)
+            outs += width
+        y = parts[0].new_empty(tokens, outs)
+        given = struct.pack(f"{len(numbers)}q", *numbers)
+        self.lib.fr_join(self.wide, given, len(parts), tokens, outs, eps, y.data_ptr(), self.threads)
+        return y
 
     def linear_add(self, x: Tensor, weight: Matrix, bias: Tensor | None, residual: Tensor) -> Tensor:
         return self._linear(ADD, x, None, 0.0, weight, bias, weight.rows, residual)
@@ -203,19 +221,33 @@ class CpuKernels:
         return self._linear(LOGITS, x, None, 0.0, weight, None, weight.rows, None)
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.best(logits)
+        rows, count = logits.shape
+        logits = logits.contiguous()
+        if logits.dtype != torch.float32:
+            raise TypeError(f"logits must be float32, not {logits.dtype}")
+        ids, chances = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        self.lib.fr_best(logits.data_ptr(), rows, count, ids.data_ptr(), chances.data_ptr(), self.threads)
+        return ids, chances
 
     def store(
         self, kv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, k_norm: Tensor | None, key_pages: Tensor,
         value_pages: Tensor, batch: Batch,
     ) -> None:
-        reference.store(kv, shape, cos, sin, k_norm, key_pages, value_pages, batch)
+        if kv.stride(1) != 1:
+            raise ValueError("the heads of a token of kv must be contiguous")
+        numbers = self._attention(kv, shape._replace(heads=0), cos, key_pages, value_pages, batch)
+        self.lib.fr_store(
+            self.wide, kv.data_ptr(), kv.stride(0), numbers, shape.eps, cos.data_ptr(), sin.data_ptr(), address(k_norm),
+            key_pages.data_ptr(), value_pages.data_ptr(), batch.positions.data_ptr(), batch.row_start.data_ptr(),
+            batch.block_table.data_ptr(), self.threads,
+        )
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
         tokens, k = x.shape
-        self.lib.fr_rms_norm(self.wide, x.data_ptr(), tokens, k, norm.data_ptr(), eps, y.data_ptr(), self.threads)
+        part = struct.pack("4q", x.data_ptr(), norm.data_ptr(), k, k)
+        self.lib.fr_join(self.wide, part, 1, tokens, k, eps, y.data_ptr(), self.threads)
         return y
 
     def bounded(self, width: int, context: int, ragged: bool = False) -> Kernels:
@@ -233,24 +265,29 @@ class CpuKernels:
         self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
         key_pages: Tensor, value_pages: Tensor, batch: Batch,
     ) -> Tensor:
-        if shape.block:
-            return reference.attend(qkv, shape, cos, sin, q_norm, k_norm, key_pages, value_pages, batch)
-        heads, kv_heads, dim, window, eps, interleaved, _ = shape
-        tokens = qkv.shape[0]
-        y = torch.empty(tokens, heads * dim, dtype=self.dtype)
-        table = batch.block_table
-        if not (qkv.is_contiguous() and key_pages.is_contiguous() and value_pages.is_contiguous() and table.is_contiguous()):
-            raise ValueError("qkv, pages and block table must be contiguous")
-        if qkv.dtype != self.dtype or key_pages.dtype != self.dtype or table.dtype != torch.int32 or cos.dtype != torch.float32:
-            raise TypeError(f"qkv is {qkv.dtype}, pages {key_pages.dtype}, block table {table.dtype}, cos {cos.dtype}")
-        rows, width, block = *table.shape, key_pages.shape[2]
-        numbers = (ctypes.c_int64 * 9)(tokens, rows, width, block, heads, kv_heads, dim, interleaved, window)
+        if not qkv.is_contiguous():
+            raise ValueError("qkv must be contiguous")
+        numbers = self._attention(qkv, shape, cos, key_pages, value_pages, batch)
+        y = torch.empty(qkv.shape[0], shape.heads * shape.head_dim, dtype=self.dtype)
         self.lib.fr_attend(
-            self.wide, qkv.data_ptr(), numbers, eps, cos.data_ptr(), sin.data_ptr(), address(q_norm), address(k_norm),
+            self.wide, qkv.data_ptr(), numbers, shape.eps, cos.data_ptr(), sin.data_ptr(), address(q_norm), address(k_norm),
             key_pages.data_ptr(), value_pages.data_ptr(), batch.positions.data_ptr(), batch.row_start.data_ptr(),
-            table.data_ptr(), y.data_ptr(), self.threads,
+            batch.block_table.data_ptr(), y.data_ptr(), self.threads,
         )
         return y
+
+    def _attention(
+        self, x: Tensor, shape: AttentionShape, cos: Tensor, key_pages: Tensor, value_pages: Tensor, batch: Batch
+    ) -> ctypes.Array[ctypes.c_int64]:
+        """The numbers that fr_attend takes. x: qkv or kv."""
+        table = batch.block_table
+        if not (key_pages.is_contiguous() and value_pages.is_contiguous() and table.is_contiguous()):
+            raise ValueError("pages and block table must be contiguous")
+        if x.dtype != self.dtype or key_pages.dtype != self.dtype or table.dtype != torch.int32 or cos.dtype != torch.float32:
+            raise TypeError(f"qkv is {x.dtype}, pages {key_pages.dtype}, block table {table.dtype}, cos {cos.dtype}")
+        heads, kv_heads, dim, window, _, interleaved, both = shape
+        sizes = (x.shape[0], *table.shape, key_pages.shape[2], heads, kv_heads, dim, interleaved, both, window)
+        return (ctypes.c_int64 * len(sizes))(*sizes)
 
 
 class Stack:
@@ -281,11 +318,11 @@ class Stack:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, first: int = 0, last: int | None = None) -> Tensor:
         """x after the layers first .. last - 1, a new tensor. last None: all layers from first on.  [T,H] -> [T,H]"""
         x = x.clone(memory_format=torch.contiguous_format)
-        heads, kv_heads, dim, _, head_eps, interleaved, _ = self.shape
+        heads, kv_heads, dim, _, head_eps, interleaved, both = self.shape
         table = batch.block_table
         if x.dtype != self.dtype or table.dtype != torch.int32 or not table.is_contiguous():
             raise TypeError(f"x is {x.dtype}, block table {table.dtype}")
-        numbers = (ctypes.c_int64 * 8)(x.shape[0], *table.shape, self.block, heads, kv_heads, dim, interleaved)
+        numbers = (ctypes.c_int64 * 9)(x.shape[0], *table.shape, self.block, heads, kv_heads, dim, interleaved, both)
         self.run(
             self.wide, ctypes.addressof(self.table) + first * LAYER_BYTES, (self.count if last is None else last) - first,
             x.data_ptr(), x.shape[1], self.inner, numbers, self.eps, head_eps, cos.data_ptr(), sin.data_ptr(),

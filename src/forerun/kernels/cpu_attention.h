@@ -25,15 +25,32 @@ typedef struct {
     const int64_t *positions;
     const int32_t *row_start, *block_table;
     int64_t tokens, rows, table_width, block_size;
-    int64_t heads, kv_heads, dim, interleaved, window; /* interleaved: neighbours are rotated together, not halves */
+    int64_t heads, kv_heads, dim;
+    int64_t interleaved; /* neighbours are rotated together, not halves */
+    int64_t both;        /* the tokens of a row attend to each other in both directions */
+    int64_t window, stride; /* stride: elements from a token of qkv to the next */
     float eps;
     float *partial;   /* the results of chunks, if each chunk is a task of its own; NULL: a task does all chunks of its tile */
     int64_t chunks;   /* how many chunks of each query row partial holds */
 } Attend;
 
+/* shape: tokens, rows, table_width, block_size, heads, kv_heads, dim, interleaved, both */
+INLINE Attend attention_of(const int64_t *shape, float eps, const float *cos, const float *sin, const int64_t *positions,
+                           const int32_t *row_start, const int32_t *block_table) {
+    return (Attend){.cos = cos, .sin = sin, .positions = positions, .row_start = row_start, .block_table = block_table,
+                    .tokens = shape[0], .rows = shape[1], .table_width = shape[2], .block_size = shape[3], .heads = shape[4],
+                    .kv_heads = shape[5], .dim = shape[6], .interleaved = shape[7], .both = shape[8],
+                    .stride = (shape[4] + 2 * shape[5]) * shape[6], .eps = eps};
+}
+
 /* the first position that a token at this position attends to */
 INLINE int64_t first_seen(const Attend *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
+
+/* the last position that a token of a row attends to */
+INLINE int64_t last_seen(const Attend *a, int64_t row, int64_t token) {
+    return a->positions[a->both ? a->row_start[row + 1] - 1 : token];
 }
 
 /* The first and the second numbers of `count` <= LANES pairs, from pair `at` on */
@@ -94,7 +111,7 @@ INLINE void place(const int wide, const Stage *stage, int64_t chunk, int first) 
         int64_t t = i / all, head = i % all, position = a->positions[t];
         while (row < a->rows && a->row_start[row + 1] <= t) row++;
         if (row == a->rows && head >= a->heads) continue;
-        const char *x = (const char *)a->qkv + (t * all + head) * bytes;
+        const char *x = (const char *)a->qkv + t * a->stride * size + head * bytes;
         if (head < a->heads) {
             rotate(wide, a, x, a->q_norm, position, (char *)a->y + (t * a->heads + head) * bytes);
         } else if (head < a->heads + a->kv_heads) {
@@ -253,7 +270,7 @@ INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, 
     const int pairs = IN_PAIRS(wide);
     const int64_t dim = a->dim, group = a->heads / a->kv_heads, size = wide ? 4 : 2;
     const int64_t rows = (task->end - task->begin) * group, words = pairs ? dim / 2 : dim, padded = padded_dim(dim);
-    const int64_t from = first_seen(a, a->positions[task->begin]), to = a->positions[task->end - 1] + 1;
+    const int64_t from = first_seen(a, a->positions[task->begin]), to = last_seen(a, task->row, task->end - 1) + 1;
     const int64_t start = c * CHUNK, stop = start + CHUNK < to ? start + CHUNK : to;
     const int vectors = (int)((stop - start + WIDE * LANES - 1) / (WIDE * LANES)) * WIDE;
     const int units = pairs ? vectors * LANES / 2 : vectors * LANES;
@@ -301,14 +318,15 @@ INLINE void chunk(const int wide, const Attend *a, const Task *task, int64_t c, 
         }
         for (int r = 0; r < n; r++) {
             float *s = scores + (r0 + r) * CHUNK, *piece = pieces[r0 + r];
-            const int64_t position = a->positions[task->begin + (r0 + r) / group], seen = first_seen(a, position);
+            const int64_t token = task->begin + (r0 + r) / group, last = last_seen(a, task->row, token);
+            const int64_t seen = first_seen(a, a->positions[token]);
             const vi lane = FIRST_LANES;
             vf top = splat(NEG_INF), sum = {0};
             for (int v = 0; v < vectors; v++) {
                 vf x = load(s + LANES * v) * scale;
                 int64_t first = start + LANES * v;
-                if (first + LANES - 1 > position || first < seen) {
-                    int32_t most = (int32_t)(position - first), least = (int32_t)(seen - first); /* lanes least .. most count */
+                if (first + LANES - 1 > last || first < seen) {
+                    int32_t most = (int32_t)(last - first), least = (int32_t)(seen - first); /* lanes least .. most count */
                     vi ok = (lane <= most) & (lane >= least);
                     x = (vf)(((vi)x & ok) | ((vi)splat(NEG_INF) & ~ok));
                 }
@@ -354,7 +372,7 @@ static int64_t find_task(const Attend *a, int64_t wanted, Task *task) {
         const int64_t end = a->row_start[row + 1];
         for (int64_t token = a->row_start[row]; token < end; token += most) {
             int64_t last = token + most < end ? token + most : end;
-            int64_t low = first_seen(a, a->positions[token]) / CHUNK, high = a->positions[last - 1] / CHUNK + 1;
+            int64_t low = first_seen(a, a->positions[token]) / CHUNK, high = last_seen(a, row, last - 1) / CHUNK + 1;
             int64_t pieces = a->partial ? high - low : 1, i = wanted - before, at = low + i / a->kv_heads;
             before += pieces * a->kv_heads;
             if (wanted < before) {
@@ -397,10 +415,13 @@ INLINE void merge_pieces(const int wide, const Stage *stage, int64_t chunk, int 
     const Attend *a = stage->given;
     const int64_t piece = piece_size(a->dim), heads = a->row_start[a->rows] * a->heads;
     float *into = scratch(0, piece * sizeof(float));
+    int64_t row = 0;
     for (int64_t i = chunk * MERGED; i < (chunk + 1) * MERGED && i < heads; i++) {
-        const int64_t position = a->positions[i / a->heads];
+        const int64_t token = i / a->heads;
+        while (a->row_start[row + 1] <= token) row++;
+        const int64_t last = last_seen(a, row, token) / CHUNK;
         into[0] = NEG_INF;
-        for (int64_t c = first_seen(a, position) / CHUNK; c <= position / CHUNK; c++)
+        for (int64_t c = first_seen(a, a->positions[token]) / CHUNK; c <= last; c++)
             merge(into, a->partial + (i * a->chunks + c) * piece, a->dim);
         finish(wide, into, a->dim, (char *)a->y + i * a->dim * (wide ? 4 : 2));
     }
@@ -412,10 +433,14 @@ STAGE(merge_pieces)
 
 enum { ATTEND_STAGES = 3 };
 
+static void add_place(Job *job, int wide, const Attend *a) {
+    add_stage(job, BY_DTYPE(wide, place), a, 0, parts_of(a->tokens * (a->heads + 2 * a->kv_heads), PLACED));
+}
+
 static void add_attend(Job *job, int wide, const Attend *a) {
     Task none;
-    const int64_t all = a->heads + 2 * a->kv_heads, heads = a->row_start[a->rows] * a->heads;
-    add_stage(job, BY_DTYPE(wide, place), a, 0, parts_of(a->tokens * all, PLACED));
+    const int64_t heads = a->row_start[a->rows] * a->heads;
+    add_place(job, wide, a);
     add_stage(job, BY_DTYPE(wide, attend), a, 0, find_task(a, INT64_MAX, &none));
     if (a->partial) add_stage(job, BY_DTYPE(wide, merge_pieces), a, 0, parts_of(heads, MERGED));
 }

@@ -65,8 +65,8 @@ def logits(x: Tensor, weight: Matrix) -> Tensor:
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     top, ids = logits.max(-1)
-    chance = torch.exp(top - logits.logsumexp(-1))
-    whole = torch.isfinite(logits).all(-1)
+    chance = 1 / torch.exp(logits - top[:, None]).sum(-1)
+    whole = torch.isfinite(top)  # max gives a NaN if there is one
     return torch.where(whole, ids, 0), torch.where(whole, chance, 0.0)
 
 
