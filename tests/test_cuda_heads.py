@@ -145,7 +145,6 @@ row = dict(H=576, HP=1024, PDL=1)
 for even in (True, False):
     check(heads.ahead_kernel, LANES=16, EVEN=even, ZERO=even, **row)
 check(heads.keep_last_kernel, **row)
-check(heads.part_kernel, WIDTH=4096, PDL=1)
 for mapped in (True, False):
     check(heads.pick_kernel, BLOCKS=16, MAPPED=mapped, **row)
 check(heads.keep_kernel, 1, KP=4, PDL=1)

@@ -20,6 +20,7 @@ from forerun.kernels.cuda_products import Tiles, parts
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Forward, Target
 from forerun.models.weights import Dense
+from forerun.types import SettingError
 from forerun.verify.sampling import BROKEN
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -224,18 +225,88 @@ def test_keys_and_values_are_stored(run: CudaKernels, shape: AttentionShape, nor
     assert torch.equal(got_values, want_values) and not torch.equal(got_keys, keys)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_parts_are_joined(run: CudaKernels, count: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("normed", [0, 1])  # the parts with even or odd numbers
+def test_parts_are_joined(run: CudaKernels, count: int, normed: int) -> None:
     parts = [random(7, 20 + 9 * i, seed=i) for i in range(count)]
-    norms = [random(20 + 9 * i, seed=i + 9) if i % 2 == 0 else None for i in range(count)]
-    close(run.join(parts, norms, EPS), reference.join(parts, norms, EPS))
+    parts[-1] = random(7, 100, seed=8)[:, 30:70]
+    norms = [random(part.shape[1], seed=i + 9) if i % 2 == normed else None for i, part in enumerate(parts)]
+    got, want = run.join(parts, norms, EPS), reference.join(parts, norms, EPS)
+    close(got, want, 2e-3)
+    begin = 0
+    for part, norm in zip(parts, norms, strict=True):
+        columns = slice(begin, begin := begin + part.shape[1])
+        assert norm is not None or torch.equal(got[:, columns], part)
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
+def test_no_part_or_too_many_are_refused(run: CudaKernels) -> None:
+    part = random(2, 8)
+    for count in (1, 6):
+        with pytest.raises(SettingError, match="give 1 to 5 parts"):
+            run.join([part] * count, [None] * 6, EPS)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_plain_products(run: CudaKernels, tokens: int) -> None:
     x, weight, bias = random(tokens, 64), Dense(random(48, 64, seed=1)), random(48, seed=2)
-    close(run.linear(x, weight, bias), reference.linear(x, weight, bias))
-    close(run.logits(x, weight), reference.logits(x, weight))
+    close(run.linear(x, weight, bias), wide(reference.linear, x, weight, bias))
+    close(run.linear(x, weight, None), wide(reference.linear, x, weight, None))
+    logits = run.logits(x, weight)
+    assert logits.dtype == torch.float32
+    close(logits, wide(reference.logits, x, weight), 1e-5)  # not rounded to 16 bits
+
+
+@pytest.mark.parametrize("count", [50, 4096, 9000])
+def test_the_best_logits_and_their_probabilities(run: CudaKernels, count: int) -> None:
+    logits = torch.randn(9, count, generator=torch.Generator().manual_seed(0)).to(DEVICE) * 5
+    logits[0] = 1.0  # the first of equal ones
+    logits[1, -1] = logits[1, count // 2] = 40.0
+    logits[2, count // 2] = torch.nan
+    logits[3, -1] = torch.nan
+    logits[4, 0] = torch.inf
+    logits[5] = -torch.inf
+    logits[6, 1:] = -torch.inf
+    ids, chances = reference.best(logits)
+    got_ids, got = run.best(logits)
+    assert torch.equal(got_ids, ids) and ids[:7].tolist() == [0, count // 2, 0, 0, 0, 0, 0]
+    torch.testing.assert_close(got, chances, rtol=1e-5, atol=0)
+    assert got[2:6].tolist() == [0.0] * 4 and got[6] == 1
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="graphs are captured on a GPU")
+def test_operations_of_drafters_in_a_graph(run: CudaKernels) -> None:
+    """They wait for nothing: their launches are captured, and a replay computes with what the inputs are then."""
+    shape = SHAPES[1]._replace(block=True)
+    rows = [(0, 5), (63, 5), (200, 5)]
+    batch, (keys, values) = paged(rows, shape, 8)
+    angle = torch.outer(torch.arange(512.0), 10 ** -torch.linspace(0, 3, 16)).to(DEVICE)
+    x, parts, norm = random(15, 64, seed=1), [random(15, 40, seed=i) for i in range(5)], random(40, seed=7)
+    kv, qkv, weight = random(15, 3 * 128, seed=2), random(15, 8 * 32, seed=3), Dense(random(90, 64, seed=4))
+    given = (angle.cos(), angle.sin())
+
+    def step(kernels) -> tuple[torch.Tensor, ...]:
+        few = kernels.bounded(5, 512)
+        logits = few.logits(x, weight)
+        few.store(kv[:, 128:256], shape, *given, None, keys, values, batch)
+        stored = keys.clone(), values.clone()
+        mixed = few.attend(qkv, shape, *given, None, None, keys, values, batch)
+        joined = few.join(parts, [norm, None, norm, None, None], EPS)
+        return joined, few.linear(x, weight, None), logits, mixed, *stored, *few.best(logits)
+
+    step(run)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(run)
+    for tensor in (x, kv, qkv, *parts):
+        tensor.copy_(tensor.roll(1, 0) * 0.5)
+    graph.replay()
+    *got, ids, chances = (tensor.clone() for tensor in captured)
+    for mine, wanted in zip(got, step(reference), strict=False):
+        close(mine, wanted)
+    want_ids, want_chances = reference.best(got[2])
+    assert torch.equal(ids, want_ids)
+    close(chances, want_chances, 1e-5)
 
 
 def test_interleaved_heads_are_refused(run: CudaKernels) -> None:
@@ -392,7 +463,7 @@ def check(kernel, warps=4, **constants):
     given = dict(
         positions="*i64", table="*i32", row_start="*i32", arrived="*i32", cos="*fp32", sin="*fp32", part="*fp32",
         part_top="*fp32", part_total="*fp32", eps="fp32", scale="fp32", T="i32", R="i32", TABLE="i32",
-        STRIDE="i32", OUT="i32", FIRST="i32",
+        STRIDE="i32", OUT="i32", V="i32", logits="*fp32", tops="*fp32", firsts="*i32", sums="*fp32", chances="*fp32",
     )
     types = {name: "constexpr" if name in constants else given.get(name, "*bf16") for name in kernel.arg_names}
     compile(ASTSource(kernel, types, constexprs=constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
@@ -405,7 +476,14 @@ for pdl in (0, 1, 2):
             check(attention.decode_kernel, warps, **decode, RAGGED=ragged, BOTH=ragged, EARLY=early, PDL=pdl)
 check(prefill.rotate_kernel, **heads, RP=2)
 check(prefill.rotate_kernel, **(heads | {"HEADS": 0}), RP=2)
-check(products.join_kernel, A=576, B=576, C=1, A_NORM=True, B_NORM=False, C_NORM=False, WIDTH=1024, PDL=1)
+two = dict(STARTS=(0, 576, 1076, 1076, 1076), WIDTHS=(576, 500, 1, 1, 1), NORMED=(True, False, False, False, False))
+five = dict(STARTS=(0, 9, 18, 27, 36), WIDTHS=(9,) * 5, NORMED=(False, True, False, True, False))
+for pdl in (0, 1, 2):
+    check(products.join_kernel, **two, WIDTH=1024, PDL=pdl)
+    check(products.join_kernel, **five, WIDTH=16, PDL=pdl)
+for sums in (False, True):
+    check(products.block_best_kernel, WIDTH=4096, SUMS=sums, PDL=1)
+    check(products.best_kernel, BLOCKS=12, WIDTH=16, BROKEN=0, SUMS=sums, PDL=1)
 del heads["NORM"], heads["HP"]
 for both in (False, True):
     check(prefill.prefill_kernel, **heads, BN=32, RP=2, WINDOW=64, BOTH=both)

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one, reference
+from forerun.kernels import AttentionShape, Batch, Layers, RunLayers, one_by_one
 from forerun.kernels import cuda_products as products
 from forerun.kernels.cuda_attention import attend_decode
 from forerun.kernels.cuda_cuts import FEW_TOKENS, choose, fitting
@@ -92,11 +92,7 @@ class CudaKernels:
         return out
 
     def join(self, parts: Sequence[Tensor], norms: Sequence[Tensor | None], eps: float) -> Tensor:
-        total, widths = parts[0].shape[0], [part.shape[1] for part in parts]
-        out = parts[0].new_empty(total, sum(widths))
-        for n in range(0, len(parts), 3):
-            products.join(parts[n : n + 3], norms[n : n + 3], eps, out, sum(widths[:n]), self.pdl)
-        return out
+        return products.join(parts, norms, eps, self.pdl)
 
     def attend(
         self, qkv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
@@ -128,19 +124,22 @@ class CudaKernels:
 
     def norm_logits(self, x: Tensor, norm: Tensor, eps: float, weight: Matrix) -> Tensor:
         if x.shape[0] > self.few:
-            normed = self.rms_norm(x, norm, eps)
-            if self.device.type == "cuda":
-                return torch.mm(normed, weight.values.T, out_dtype=torch.float32)
-            return F.linear(normed.float(), weight.values.float())
+            return self.logits(self.rms_norm(x, norm, eps), weight)
         out = x.new_empty(x.shape[0], weight.rows, dtype=torch.float32)
         self._normed_product(self._cut(weight, x.shape[0]), x, norm, eps, weight, None, out)
         return out
 
     def logits(self, x: Tensor, weight: Matrix) -> Tensor:
-        return self.linear(x, weight, None).float()
+        if x.shape[0] > self.few:
+            if self.device.type == "cuda":
+                return torch.mm(x, weight.values.T, out_dtype=torch.float32)
+            return F.linear(x.float(), weight.values.float())
+        out = x.new_empty(x.shape[0], weight.rows, dtype=torch.float32)
+        launch(self._cut(weight, x.shape[0]), self.pdl, x, None, 0.0, weight.values, None, None, out)
+        return out
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.best(logits)
+        return products.best(logits.contiguous(), 0, True, self.pdl)
 
     def store(
         self, kv: Tensor, shape: AttentionShape, cos: Tensor, sin: Tensor, k_norm: Tensor | None, key_pages: Tensor,
@@ -151,15 +150,7 @@ class CudaKernels:
     def argmax(self, logits: Tensor) -> Tensor:
         """The index of each row's largest logit, the first of equal ones; BROKEN where that logit is not finite.
         [N,V] -> [N] int64"""
-        total, v = logits.shape
-        blocks = triton.cdiv(v, 4096)
-        tops = logits.new_empty(total, blocks, dtype=torch.float32)
-        firsts = logits.new_empty(total, blocks, dtype=torch.int32)
-        products.block_best_kernel[(total, blocks)](logits, tops, firsts, v, 4096, self.pdl, **launch_options(4, self.pdl))
-        out = firsts.new_empty(total, dtype=torch.int64)
-        options = launch_options(4, self.pdl)
-        products.best_kernel[(total,)](tops, firsts, out, blocks, power_of_two(blocks), BROKEN, self.pdl, **options)
-        return out
+        return products.best(logits, BROKEN, False, self.pdl)[0]
 
     def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

@@ -12,10 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.kernels.cuda_products import launch_options, power_of_two, wait
+from forerun.kernels.cuda_products import best_of_blocks, block_best, launch_options, power_of_two, wait
 from forerun.models.weights import Matrix
-
-PART = 4096  # logits that one program reads
 
 
 @triton.jit(do_not_specialize=["T", "R", "L", "V", "WIDTH", "STRIDE"])
@@ -87,22 +85,6 @@ def keep_last(x: Tensor, last: Tensor, slot: Tensor, table: Tensor, pdl: int = 0
     return out
 
 
-@triton.jit
-def part_kernel(logits, tops, firsts, sums, V, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """Of WIDTH logits of a row: the largest, its index (the first of equal ones), and the sum of exponentials below it. A NaN
-    counts as infinity."""
-    row, block = tl.program_id(0), tl.program_id(1)
-    v = block * WIDTH + tl.arange(0, WIDTH)
-    wait(PDL)
-    x = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
-    x = tl.where(x != x, float("inf"), x)
-    top = tl.max(x, 0)
-    to = row * tl.num_programs(1) + block
-    tl.store(tops + to, top)
-    tl.store(firsts + to, tl.min(tl.where(x == top, v, 2147483647), 0))
-    tl.store(sums + to, tl.sum(tl.where(x > float("-inf"), tl.exp(x - top), 0.0), 0))
-
-
 @triton.jit(do_not_specialize=["K", "V", "step", "blocks"])
 def pick_kernel(
     tops, firsts, sums, ids, slots, length, tokens, chances, embedding, x, positions, K, V, step, blocks, BLOCKS: tl.constexpr,
@@ -110,17 +92,10 @@ def pick_kernel(
 ):
     """A program for each row. `step`: the index of the drafted token."""
     row = tl.program_id(0).to(tl.int64)
-    b, h = tl.arange(0, BLOCKS), tl.arange(0, HP)
+    h = tl.arange(0, HP)
     wait(PDL)
-    top = tl.load(tops + row * blocks + b, mask=b < blocks, other=float("-inf"))
-    best = tl.max(top, 0)
-    first = tl.load(firsts + row * blocks + b, mask=b < blocks, other=2147483647)
-    token = tl.min(tl.where(top == best, first, 2147483647), 0).to(tl.int64)
-    part = tl.load(sums + row * blocks + b, mask=b < blocks, other=0.0)
-    total = tl.sum(tl.where(b < blocks, tl.exp(top - best) * part, 0.0), 0)
-    whole = (best < float("inf")) & (best > float("-inf"))
-    token = tl.where(whole, token, 0)
-    chance = tl.where(whole, 1.0 / total, 0.0)
+    token, finite, chance = best_of_blocks(tops, firsts, sums, row, blocks, BLOCKS, True)
+    token = tl.where(finite, token, 0)
     if step > 0:
         chance *= tl.load(chances + row * K + step - 1)
     if MAPPED:
@@ -142,13 +117,10 @@ def pick(
 
     logits: [B,draft vocabulary] float32; ids: the target's ids of the draft ids, None: they are the same; length: [S],
     committed tokens; tokens: [B,K] int64, chances: [B,K] float32, both contiguous.  -> [B,H], [B] int64"""
-    rows, vocab = logits.shape
-    table = embedding.values
-    blocks, hidden = triton.cdiv(vocab, PART), table.shape[1]
-    tops, sums = (logits.new_empty(rows, blocks) for _ in range(2))
-    firsts = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    table, hidden = embedding.values, embedding.columns
+    tops, firsts, sums = block_best(logits, True, pdl)
+    rows, blocks = tops.shape
     x, positions = table.new_empty(rows, hidden), torch.empty_like(slot)
-    part_kernel[(rows, blocks)](logits, tops, firsts, sums, vocab, PART, pdl, **launch_options(4, pdl))
     pick_kernel[(rows,)](
         tops, firsts, sums, slot if ids is None else ids, slot, length, tokens, chances, table, x, positions, tokens.shape[1],
         table.shape[0], step, blocks, power_of_two(blocks), ids is not None, hidden, power_of_two(hidden), pdl,

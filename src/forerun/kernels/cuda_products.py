@@ -19,12 +19,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
 
+from forerun.types import require
+
 AFTER_WAIT, AT_ONCE = 1, 2  # values of PDL; 0: no programmatic dependent launch
+COMPARED = 4096  # logits that one program of block_best_kernel reads
 RUN = tl.constexpr(256)  # weights of a row that one instruction prefetches
 
 
@@ -273,32 +277,74 @@ def loop_kernel(
 
 
 @triton.jit
-def best_kernel(
-    tops, firsts, out, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BROKEN: tl.constexpr, PDL: tl.constexpr
-):
-    """The index of a row's largest logit, from its block maxima, the first of equal ones; BROKEN if the logit is not finite."""
-    row = tl.program_id(0)
-    b = tl.arange(0, WIDTH)
-    wait(PDL)
-    top = tl.load(tops + row * BLOCKS + b, mask=b < BLOCKS, other=float("-inf"))
-    first = tl.load(firsts + row * BLOCKS + b, mask=b < BLOCKS, other=2147483647)
-    highest = tl.max(top, 0)
-    best = tl.min(tl.where(top == highest, first, 2147483647), 0)
-    finite = (highest > float("-inf")) & (highest < float("inf"))
-    tl.store(out + row, tl.where(finite, best, BROKEN).to(tl.int64))
-
-
-@triton.jit
-def block_best_kernel(logits, tops, firsts, V, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """The largest of WIDTH logits of a row and its index, the first of equal ones. A NaN counts as infinity."""
+def block_best_kernel(logits, tops, firsts, sums, V, WIDTH: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr):
+    """Of WIDTH logits of a row: the largest, its index (the first of equal ones), and with SUMS the sum of exponentials
+    relative to it. A NaN counts as infinity."""
     row, block = tl.program_id(0), tl.program_id(1)
     v = block * WIDTH + tl.arange(0, WIDTH)
     wait(PDL)
     x = tl.load(logits + row.to(tl.int64) * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
     x = tl.where(x != x, float("inf"), x)
     top = tl.max(x, 0)
-    tl.store(tops + row * tl.num_programs(1) + block, top)
-    tl.store(firsts + row * tl.num_programs(1) + block, tl.min(tl.where(x == top, v, 2147483647), 0))
+    to = row * tl.num_programs(1) + block
+    tl.store(tops + to, top)
+    tl.store(firsts + to, tl.min(tl.where(x == top, v, 2147483647), 0))
+    if SUMS:
+        tl.store(sums + to, tl.sum(tl.where(x > float("-inf"), tl.exp(x - top), 0.0), 0))
+
+
+@triton.jit
+def best_of_blocks(tops, firsts, sums, row, blocks, WIDTH: tl.constexpr, SUMS: tl.constexpr):
+    """From what block_best_kernel stored of a row: the index of its largest logit, the first of equal ones; whether this logit
+    is finite; and with SUMS its probability, 0 if it is not finite. WIDTH: at least `blocks`."""
+    b = tl.arange(0, WIDTH)
+    top = tl.load(tops + row * blocks + b, mask=b < blocks, other=float("-inf"))
+    first = tl.load(firsts + row * blocks + b, mask=b < blocks, other=2147483647)
+    highest = tl.max(top, 0)
+    best = tl.min(tl.where(top == highest, first, 2147483647), 0).to(tl.int64)
+    finite = (highest > float("-inf")) & (highest < float("inf"))
+    chance = highest
+    if SUMS:
+        part = tl.load(sums + row * blocks + b, mask=b < blocks, other=0.0)
+        total = tl.sum(tl.where(b < blocks, tl.exp(top - highest) * part, 0.0), 0)
+        chance = tl.where(finite, 1.0 / total, 0.0)
+    return best, finite, chance
+
+
+@triton.jit
+def best_kernel(
+    tops, firsts, sums, out, chances, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BROKEN: tl.constexpr, SUMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The index of a row's largest logit, from its blocks, and with SUMS its probability; BROKEN if the logit is not finite."""
+    row = tl.program_id(0)
+    wait(PDL)
+    best, finite, chance = best_of_blocks(tops, firsts, sums, row, BLOCKS, WIDTH, SUMS)
+    tl.store(out + row, tl.where(finite, best, BROKEN))
+    if SUMS:
+        tl.store(chances + row, chance)
+
+
+def block_best(logits: Tensor, sums: bool, pdl: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For best_of_blocks: tops, firsts and sums of each row's blocks, [N,blocks] each. logits: [N,V], contiguous. sums: whether
+    they are wanted."""
+    rows, v = logits.shape
+    blocks = triton.cdiv(v, COMPARED)
+    tops, totals = (logits.new_empty(rows, blocks, dtype=torch.float32) for _ in range(2))
+    firsts = logits.new_empty(rows, blocks, dtype=torch.int32)
+    block_best_kernel[(rows, blocks)](logits, tops, firsts, totals, v, COMPARED, sums, pdl, **launch_options(4, pdl))
+    return tops, firsts, totals
+
+
+def best(logits: Tensor, broken: int, chances: bool, pdl: int) -> tuple[Tensor, Tensor]:
+    """The index of each row's largest logit, the first of equal ones, and its probability (chances: whether it is wanted).
+    `broken` and 0 where the logit is not finite.  [N,V] -> [N] int64, [N] float32"""
+    tops, firsts, sums = block_best(logits, chances, pdl)
+    rows, blocks = tops.shape
+    ids, found = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
+    given = (tops, firsts, sums, ids, found, blocks, power_of_two(blocks), broken, chances, pdl)
+    best_kernel[(rows,)](*given, **launch_options(4, pdl))
+    return ids, found
 
 
 @triton.jit
@@ -314,43 +360,56 @@ def rms_norm_kernel(x, norm, out, eps, K: tl.constexpr, WIDTH: tl.constexpr, PDL
     tl.store(out + row * K + k, (scaled.to(tl.float32) * by).to(part.dtype), mask=k < K)
 
 
-@triton.jit(do_not_specialize=["OUT", "FIRST"])
+@triton.jit(do_not_specialize=["OUT"])
 def join_kernel(
-    a, b, c, a_norm, b_norm, c_norm, out, OUT, FIRST, eps, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
-    A_NORM: tl.constexpr, B_NORM: tl.constexpr, C_NORM: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    a, b, c, d, e, a_norm, b_norm, c_norm, d_norm, e_norm, out, OUT, eps, STARTS: tl.constexpr, WIDTHS: tl.constexpr,
+    NORMED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A program for each row and part: the part, normed if it has a norm, goes to its columns of out [T,OUT], from FIRST on."""
+    """A program for each row and part: the part, normed if it has a norm, goes to its columns of out [T,OUT]."""
+    begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    wait(PDL)
+    to = out + row * OUT
     if part == 0:
-        _join(a, a_norm, out + row * OUT + FIRST, row, eps, A, A_NORM, WIDTH)
+        _join(a, a_norm, to + STARTS[0], row, eps, WIDTHS[0], NORMED[0], WIDTH, PDL)
     elif part == 1:
-        _join(b, b_norm, out + row * OUT + FIRST + A, row, eps, B, B_NORM, WIDTH)
+        _join(b, b_norm, to + STARTS[1], row, eps, WIDTHS[1], NORMED[1], WIDTH, PDL)
+    elif part == 2:
+        _join(c, c_norm, to + STARTS[2], row, eps, WIDTHS[2], NORMED[2], WIDTH, PDL)
+    elif part == 3:
+        _join(d, d_norm, to + STARTS[3], row, eps, WIDTHS[3], NORMED[3], WIDTH, PDL)
     else:
-        _join(c, c_norm, out + row * OUT + FIRST + A + B, row, eps, C, C_NORM, WIDTH)
+        _join(e, e_norm, to + STARTS[4], row, eps, WIDTHS[4], NORMED[4], WIDTH, PDL)
 
 
 @triton.jit
-def _join(x, norm, to, row, eps, K: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr):
+def _join(x, norm, to, row, eps, K: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     k = tl.arange(0, WIDTH)
-    part = tl.load(x + row * K + k, mask=k < K, other=0.0)
     if NORM:
-        wide = part.to(tl.float32)
         by = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+        wait(PDL)
+        part = tl.load(x + row * K + k, mask=k < K, other=0.0)
+        wide = part.to(tl.float32)
         scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)).to(part.dtype)
-        part = (scaled.to(tl.float32) * by).to(part.dtype)
-    tl.store(to + k, part, mask=k < K)
+        tl.store(to + k, (scaled.to(tl.float32) * by).to(part.dtype), mask=k < K)
+    else:
+        wait(PDL)
+        tl.store(to + k, tl.load(x + row * K + k, mask=k < K, other=0.0), mask=k < K)
 
 
-def join(parts: Sequence[Tensor], norms: Sequence[Tensor | None], eps: float, out: Tensor, first: int, pdl: int) -> None:
-    """Kernels.join for up to three parts, into the columns of out [T, ..] from `first` on."""
-    x = [part.contiguous() for part in parts] + [parts[0]] * (3 - len(parts))
-    by = [*norms, None, None][:3]
-    widths = [part.shape[1] for part in parts] + [1] * (3 - len(parts))
-    weights = [out if norm is None else norm for norm in by]
-    normed = [norm is not None for norm in by]
-    given = (*x, *weights, out, out.shape[1], first, eps, *widths, *normed, power_of_two(max(widths)), pdl)
-    join_kernel[(out.shape[0], len(parts))](*given, **launch_options(4, pdl))
+def join(parts: Sequence[Tensor], norms: Sequence[Tensor | None], eps: float, pdl: int) -> Tensor:
+    """Kernels.join in one launch. Raises SettingError for more than five parts."""
+    count, total, widths = len(parts), parts[0].shape[0], [part.shape[1] for part in parts]
+    require(1 <= count <= 5 and count == len(norms), "parts", count, "give 1 to 5 parts, and a norm or None for each")
+    out = parts[0].new_empty(total, sum(widths))
+    none = [None] * (5 - count)  # no program takes these
+    x = [out if part is None else part.contiguous() for part in (*parts, *none)]
+    weights = [out if norm is None else norm for norm in (*norms, *none)]
+    starts = tuple(sum(widths[:i]) for i in range(5))
+    sizes = tuple(widths) + (1,) * (5 - count)
+    normed = tuple(norm is not None for norm in (*norms, *none))
+    given = (*x, *weights, out, out.shape[1], eps, starts, sizes, normed, power_of_two(max(widths)), pdl)
+    join_kernel[(total, count)](*given, **launch_options(4, pdl))
+    return out
 
 
 @triton.jit
