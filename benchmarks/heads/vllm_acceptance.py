@@ -1,13 +1,13 @@
-"""Compares the acceptance of a trained head in Forerun's engine with that of a real vLLM server that loaded the same folder: the
-same prompts as token ids, greedy, the drafts always whole. vLLM's figures are its own counters on /metrics.
+"""Compares the acceptance of a trained head in Forerun's engine with that of a real vLLM server that loaded the same folder:
+the same prompts as token ids, greedy, the drafts always whole. vLLM's figures are its own counters on /metrics.
 
     vllm serve MODEL --port 8123 --dtype float32 --served-model-name target
         --speculative-config '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 4}'
     python benchmarks/heads/vllm_acceptance.py --url http://127.0.0.1:8123 --head HEAD --tasks tasks.json --dtype float32
         --out record.json
 
-tasks.json is made by benchmarks/heads/task_ids.py. In bfloat16 the two round differently, so most answers differ after some tokens;
-requests with equal answers are therefore also counted apart.
+tasks.json is made by benchmarks/heads/task_ids.py. In bfloat16 the two round differently, so most answers differ after some
+tokens. Requests with equal answers are therefore also counted apart.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def main() -> None:
     given = parser.parse_args()
     tasks = {name: ids[: given.prompts] for name, ids in json.loads(given.tasks.read_text()).items()}
     config = {"method": given.method, "model": given.head, "num_speculative_tokens": given.k}
-    llm = LLM(None, dtype=given.dtype, speculative_config=config, adaptive_drafts=False, max_model_len=1024, kv_cache_tokens=8192)
+    small = {"max_model_len": 1024, "kv_cache_tokens": 8192, "adaptive_drafts": False}
+    llm = LLM(None, dtype=given.dtype, speculative_config=config, **small)  # type: ignore[arg-type]
     params = SamplingParams(temperature=0, max_tokens=given.tokens)
     found: dict[str, Any] = {}
     for name, prompts in tasks.items():
