@@ -88,6 +88,8 @@ def test_drafts_are_kept() -> None:
     draft, kept = torch.zeros(3, 5, dtype=torch.int64, device=DEVICE), torch.full((3,), 9, device=DEVICE)
     cuda_heads.keep(slot, size, tokens, draft, kept)
     assert draft.tolist() == [[4, 5, 6, 0, 0], [0] * 5, [1, 2, 3, 0, 0]] and kept.tolist() == [3, 9, 0]
+    cuda_heads.keep(slot, torch.zeros_like(size), tokens[:, :0], draft, kept)  # a drafter on the host that found nothing
+    assert kept.tolist() == [0, 9, 0] and draft.sum() == 21
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3 mapped", "mtp"] if DEVICE == "cuda" else ["eagle3 mapped", "mtp"])

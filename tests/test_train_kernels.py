@@ -24,6 +24,7 @@ from tests.test_cuda_kernels import DEVICE, DTYPE, interpreter_that_numpy_allows
 from tests.tiny_training import head_config, samples, tiny_target
 
 EPS = 1e-5
+COARSE = 3 if DTYPE == torch.bfloat16 else 1  # bfloat16, on a GPU, rounds to 8 bits; float16, in the interpreter, to 11
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -119,7 +120,7 @@ def test_losses_and_their_gradient(mix: str, whole: bool, monkeypatch: pytest.Mo
     want = plain.score(leaf, theirs, rows, label, given)
     gradient = torch.autograd.grad((want.loss * weight).sum(), leaf)[0]
     got = fused.gradient_in_place(mine := logits.clone(), theirs, rows, label, weight, given)
-    assert (mine.double() - gradient.double()).norm() < 2e-3 * gradient.double().norm()
+    assert (mine.double() - gradient.double()).norm() < 2e-3 * COARSE * gradient.double().norm()
     assert not bool(mine[3].any())
     on = weight > 0
     torch.testing.assert_close(got.loss, (want.loss * weight).detach(), atol=1e-5, rtol=1e-4)
@@ -140,7 +141,7 @@ def test_head_and_loss(learned: bool) -> None:
         scored = module.head_loss(inner, *given)
         found.append((scored.loss.detach(), *torch.autograd.grad(scored.loss.sum(), [inner, master][: 1 + learned])))
     for got, want in zip(*found, strict=True):
-        assert (got.double() - want.double()).norm() < 1e-2 * want.double().norm()
+        assert (got.double() - want.double()).norm() < 1e-2 * COARSE * want.double().norm()
 
 
 def test_product_sums_its_gradient_in_float32() -> None:

@@ -142,5 +142,5 @@ def keep_kernel(slots, size, tokens, draft, draft_size, K, S, KP: tl.constexpr, 
 def keep(slot: Tensor, size: Tensor, tokens: Tensor, draft: Tensor, draft_size: Tensor, pdl: int = 0) -> None:
     """Keep drafts for the next step. slot, size: [B]; tokens: [B,K] int64; draft: [S,>=K]; draft_size: [S]."""
     rows, width = tokens.shape
-    given = (slot, size, tokens.contiguous(), draft, draft_size, width, draft.shape[1], power_of_two(width), pdl)
+    given = (slot, size, tokens.contiguous(), draft, draft_size, width, draft.shape[1], power_of_two(max(width, 1)), pdl)
     keep_kernel[(rows,)](*given, **launch_options(1, pdl))
