@@ -24,7 +24,7 @@ from tests.test_cuda_kernels import DEVICE, DTYPE, interpreter_that_numpy_allows
 from tests.tiny_training import head_config, samples, tiny_target
 
 EPS = 1e-5
-COARSE = 3 if DTYPE == torch.bfloat16 else 1  # bfloat16, on a GPU, rounds to 8 bits; float16, in the interpreter, to 11
+COARSE = {torch.bfloat16: 3}.get(DTYPE, 1)  # bfloat16, on a GPU, rounds to 8 bits; float16, in the interpreter, to 11
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
