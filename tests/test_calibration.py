@@ -216,7 +216,7 @@ def test_passes_are_made_while_they_pay() -> None:
     assert 0 < stops(worth, [], [5] * K, 0.3) < K
     assert stops(Worth(1.0, 0.01, lambda rows: 0.9), [], [5] * K, 0.95) == 0, "passes are too dear"
     assert stops(Worth(1.0, 0.7, lambda rows: 0.0), [], [5] * K, 0.95) == 0, "positions are too dear"
-    assert stops(worth, [5] * K, [5] * K, 0.95, match=9) == 0, "the look-up is sure enough"
+    assert stops(worth._replace(passes=lambda rows: 0.3), [5] * K, [5] * K, 0.95, match=9) == 0, "the look-up is sure enough"
     dearer = worth._replace(passes=lambda rows: 0.2)
     assert stops(dearer, [], [5] * K, 0.95) == K
     assert 0 < stops(dearer, [5] * K, [5] * K, 0.95, match=2) < K, "where they agree, the look-up goes on"

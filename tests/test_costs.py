@@ -281,3 +281,21 @@ def test_an_engine_measures_once_for_all_starts(target: Target, tmp_path: Path, 
     ran.clear()
     assert start()._step.runner.costs is not None and not ran  # type: ignore[attr-defined]
     assert start(adaptive_drafts=False)._step.runner.costs is None and not ran  # type: ignore[attr-defined]
+
+
+def test_the_cost_of_a_pass_by_rows() -> None:
+    def timed(seconds: Callable[[int], float], most: int, passes: int) -> tuple[costs.PassCosts, list[int]]:
+        now, ran = [0.0], list[int]()
+
+        def run(rows: int) -> None:
+            ran.append(rows)
+            now[0] += seconds(rows)
+
+        return costs.pass_costs(run, most, passes, lambda: now[0]), ran
+
+    it, ran = timed(lambda n: 0.001 + 0.0005 * n, 32, 2)
+    assert set(ran) == {1, 8, 32} and ran.count(1) == 1 + costs.ROUNDS
+    assert [it(1), it(8), it(32)] == pytest.approx([0.00075, 0.0025, 0.0085])
+    assert it(1) < it(4) < it(8) and it(64) == pytest.approx(2 * it(32)), "more rows than were timed"
+    it, ran = timed(lambda n: 30.0, 8, 1)
+    assert it(8) == 30.0 and len(ran) <= 4

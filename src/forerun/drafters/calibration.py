@@ -28,8 +28,8 @@ from forerun.engine.state import RowState
 
 WINDOW = 256.0  # tokens that a bin counts at most
 PRIOR_WEIGHT = 4.0  # tokens that a bin's first rate counts for
-PRECISION = 2.0
-MEMORY = 0.9  # weight of what a row's luck rests on, in each step that adds to it
+PRECISION = 1.0
+MEMORY = 0.95  # weight of what a row's luck rests on, in each step that adds to it
 MOST_SHIFT = 3.0  # of the log odds
 LEAST, MOST = 0.005, 0.995  # chances
 LEAST_SURVIVAL = 1e-30

@@ -11,6 +11,8 @@ from math import exp
 
 from forerun.drafters import calibration as c
 
+CURIOUS = 1.2  # a pass beside a look-up's draft is worth so much more, since it also shows whether the two agree
+
 
 class HostCalibration:
     """As Calibration. kept: by slot, the rows whose candidates are at hand."""
@@ -166,8 +168,10 @@ class Row:
             total += alive
         return total
 
-    def gain(self) -> float:
-        """The chance that the model's next token and all before it are right, and the look-up's is not."""
+    def gain(self, price: float) -> float:
+        """What the model's next token is expected to bring: the chance that it and all before it are right. Beside a look-up's
+        token that still agrees, that one has to be wrong; then the tokens behind are worth something too, less their price, the
+        tokens that a pass and a position have to bring."""
         i = len(self.tokens)
         if i >= self.k:
             return 0.0
@@ -175,7 +179,13 @@ class Row:
             return 0.0  # the look-up's draft stays the better one
         gain = (self.survival[-1] if self.survival else 1.0) * self._typical(i)
         if i == self.same and i < len(self.found):
-            gain *= 1 - self._chance(self._behind(i), self._other)
+            behind = best = 0.0
+            alive = 1.0
+            for j in range(i + 1, self.k):
+                alive *= self._typical(j)
+                behind += alive - price
+                best = max(best, behind)
+            gain *= (1 - self._chance(self._behind(i), self._other)) * (1 + best) * CURIOUS
         return gain
 
     def gain_of_block(self) -> float:

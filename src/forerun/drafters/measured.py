@@ -216,9 +216,10 @@ class Stop:
     def __init__(self, rows: list[Row], worth: Worth, pass_tokens: int) -> None:
         self._rows, self._worth, self._block = rows, worth, pass_tokens > 1
         self._on = [True] * len(rows)
+        self._price = worth.rate * (worth.position + worth.passes(len(rows)) / max(len(rows), 1))
 
     def before(self) -> Tensor:
-        return self._choose([row.gain_of_block() if self._block else row.gain() for row in self._rows])
+        return self._choose([row.gain_of_block() if self._block else row.gain(self._price) for row in self._rows])
 
     def after(self, i: int, tokens: Tensor, chances: Tensor) -> Tensor:
         """As Rows.going."""
@@ -226,7 +227,7 @@ class Stop:
         for row, on, token, chance in columns:
             if on:
                 row.take(token, chance)
-        return self._choose([row.gain() for row in self._rows])
+        return self._choose([row.gain(self._price) for row in self._rows])
 
     def _choose(self, gains: list[float]) -> Tensor:
         """Which rows go on. The pass is made if its gain in tokens is worth its time."""

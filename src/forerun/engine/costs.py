@@ -102,9 +102,11 @@ class PassCosts:
         return float(np.interp(rows, self._rows, self._seconds)) * max(rows / last, 1.0)
 
 
-def pass_costs(run: Callable[[int], object], most: int, clock: Callable[[], float] = time.perf_counter) -> PassCosts:
-    """Time passes of 1, 8 and `most` rows, the minimum of a few. run(rows): makes one pass. Two passes of `most` rows that take
-    more than LIMIT_S are the last."""
+def pass_costs(
+    run: Callable[[int], object], most: int, passes: int, clock: Callable[[], float] = time.perf_counter
+) -> PassCosts:
+    """Time passes of 1, 8 and `most` rows, the minimum of a few. run(rows): makes so many passes. Measuring ends after about
+    half of LIMIT_S, but each number of rows is timed once."""
     best, start = dict[int, float](), clock()
     for number in range(1 + ROUNDS):  # the first round only warms up
         for rows in sorted({1, min(8, most), most}):
@@ -114,7 +116,7 @@ def pass_costs(run: Callable[[int], object], most: int, clock: Callable[[], floa
                 best[rows] = min(clock() - begin, best.get(rows, math.inf) if number > 1 else math.inf)
         if clock() - start > LIMIT_S / 2 and number:
             break
-    return PassCosts(best)
+    return PassCosts({rows: seconds / passes for rows, seconds in best.items()})
 
 
 def step_costs(

@@ -79,13 +79,15 @@ def measure_costs(cycle: Cycle, longest: int, kv_tokens: int, most_rows: int) ->
     if drafter is None or not drafter.needs.pass_tokens or not cycle.width:
         return costs, None
 
+    passes = max(min(3, cycle.width // drafter.needs.pass_tokens), 1)
+
     @torch.inference_mode()
     def draft(rows: int) -> None:
-        k = torch.full((rows,), drafter.needs.pass_tokens)
-        drafter.propose(Rows(torch.full_like(k, state.dummy), k, drafter.needs.pass_tokens))
+        k = torch.full((rows,), passes * drafter.needs.pass_tokens)
+        drafter.propose(Rows(torch.full_like(k, state.dummy), k, int(k[0])))
 
     with state.dummy_sequence(min(context, kv.block_size) + 1, pages[:2]):
-        found = pass_costs(draft, most_rows)
+        found = pass_costs(draft, most_rows, passes)
     drafter.restart()
     return costs, found
 
