@@ -6,17 +6,16 @@ them on the tasks of forerun bench. Needs no network.
 
 --prompts: made by benchmarks/heads/prompts.py. --tasks: {task: [[ids]..]}, made by benchmarks/heads/task_ids.py. --work keeps
 the samples and heads between calls. A phase METHOD:STEPS trains a head of that method. measure: tokens/s and acceptance of all
-heads in --work, of n-gram and of plain decoding on each task, by rows. The record goes to --out, and heads in files below
-15 MB.
+heads in --work, of n-gram and of plain decoding on each task, by rows. The record goes to --out, and heads in files of 15 MB
+at most. METHOD:STEPS may be followed by settings of training: dflash:9000:loss=hard:pace=0.5.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from forerun.train.heads import Trainer
 from forerun.train.settings import Settings
 from forerun.types import SamplingParams
 
-SHARD = 14_000_000  # bytes of a file that comes back
+SHARD, PART = 14_000_000, 15_000_000  # bytes of a shard, and of a file that comes back at most
 DRAFTS = {"ngram": 4, "eagle3": 4, "mtp": 4, "eagle": 4, "dflash": 7}
 
 
@@ -75,10 +74,11 @@ def shape_of(target: Target, method: str) -> HeadConfig:
     return config
 
 
-def train(target: Target, method: str, steps: int, work: Path, given: argparse.Namespace) -> dict[str, Any]:
+def train(target: Target, method: str, chosen: dict[str, Any], work: Path, given: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     samples, held = making.load(work / "train").samples, making.load(work / "held").samples
-    settings = Settings(steps=steps, rate=given.rate, loss=given.loss, unroll=given.unroll, tokens=given.step_tokens)
+    settings = Settings(**{"tokens": given.step_tokens} | chosen)
+    steps = settings.steps
     it = Trainer(target, shape_of(target, method), samples, held, settings)
     synchronize()
     ready, curve = time.perf_counter(), []
@@ -99,12 +99,23 @@ def train(target: Target, method: str, steps: int, work: Path, given: argparse.N
     found = {
         "steps": steps, "steps_per_s": steps / (trained - ready), "tokens_per_step": it.tokens_per_step,
         "set_up_s": ready - start, "train_s": trained - ready, "parameters": it.parameters.count, "curve": curve,
-        "settings": {"rate": given.rate, "loss": given.loss, "unroll": given.unroll},
+        "settings": asdict(settings),
     }  # fmt: skip
     del it
     release()
-    shutil.copytree(folder, given.out / method, dirs_exist_ok=True)
+    bring(folder, given.out / method)
     return found
+
+
+def bring(folder: Path, to: Path) -> None:
+    """Copy a head's files. A file that is too large to come back is cut into parts NAME.00, NAME.01, ..., to be joined by cat,
+    since a tensor is never split over the shards of a folder."""
+    to.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        content = file.read_bytes()
+        pieces = [content[i : i + PART] for i in range(0, len(content), PART)]
+        for i, piece in enumerate(pieces):
+            (to / (file.name if len(pieces) == 1 else f"{file.name}.{i:02}")).write_bytes(piece)
 
 
 def measure(model: Any, work: Path, tasks: dict[str, list[list[int]]], rows: list[int], tokens: int) -> list[dict[str, Any]]:
@@ -161,9 +172,6 @@ def main() -> None:
     parser.add_argument("--held-out", type=float, default=0.02)
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--unroll", type=int, default=5)
-    parser.add_argument("--loss", default="lk")
     parser.add_argument("--step-tokens", type=int, default=15360)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -172,14 +180,16 @@ def main() -> None:
     record = Record(given.out / f"train_heads-{int(time.time())}.json", **known)
     model = LLM.load(given.gguf, "bfloat16" if CUDA else "auto", DEVICE.type)
     for phase in given.phases.split(","):
-        method, _, steps = phase.partition(":")
+        method, *rest = phase.split(":")
+        pairs = [("steps", rest[0]), *(one.split("=") for one in rest[1:])] if rest else []
+        chosen = {name: json.loads(text) if text[0].isdigit() else text for name, text in pairs}
         if phase == "answers":
             record.part(phase, lambda: answer(model, given.prompts, given.work, given.count, given.held_out))
         elif phase == "measure":
             tasks, rows = json.loads(given.tasks.read_text()), [int(n) for n in given.rows.split(",")]
             record.part(phase, lambda: measure(model, given.work, tasks, rows, given.tokens))  # noqa: B023
         else:
-            record.part(method, lambda: train(model.target, method, int(steps), given.work, given))  # noqa: B023
+            record.part(method, lambda: train(model.target, method, chosen, given.work, given))  # noqa: B023
 
 
 if __name__ == "__main__":

@@ -29,8 +29,7 @@ FORMAT = 3  # the version of the folders in the cache; those of another version 
 WANTED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors",
-)  # fmt: skipPICKLED = ("pytorch_model.bin",)  # old heads have nothing else
-
+)  # fmt: skip
 PICKLED = ("pytorch_model.bin",)  # heads of early drafters have no other file
 
 Progress = Callable[[str], None]
