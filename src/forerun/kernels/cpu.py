@@ -133,7 +133,8 @@ def described(matrix: Matrix, dtype: torch.dtype, parts: int = 1) -> list[int]:
     else:
         if not isinstance(matrix, Blocks):
             raise TypeError(f"the kernels do not read matrices of kind {matrix.kind}")
-        cut = [part for piece in matrix.split((matrix.rows // parts,) * parts) for part in piece.parts]
+        pieces = (matrix,) if parts == 1 else matrix.split((matrix.rows // parts,) * parts)
+        cut = [part for piece in pieces for part in piece.parts]
         if len(cut) > PARTS or (parts > 1 and len(cut) != parts) or not all(part.data.is_contiguous() for part in cut):
             raise TypeError(f"the kernels take at most {PARTS} contiguous parts, {parts} of equal size: {matrix.parts}")
         found = [(1 + list(FORMATS).index(part.format), len(part.data), part.data.data_ptr()) for part in cut]
