@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from forerun.heads.config import HeadConfig
+from forerun.heads.head import Head
 from forerun.kernels import AttentionShape, Batch, Kernels, one_by_one
 from forerun.kernels import Layers as DecoderLayers
-from forerun.models.weights import Layer, Matrix, stored_bytes
+from forerun.models.weights import Layer, Matrix
 
 
 class BlockWeights(NamedTuple):
@@ -48,38 +49,21 @@ class BlockWeights(NamedTuple):
             yield from layer.vectors()
 
 
-class Block:
-    """The forward pass. It holds no state: keys and values are in the pages that are given."""
+class Block(Head[BlockWeights]):
+    """The forward pass."""
 
     def __init__(self, config: HeadConfig, weights: BlockWeights, kernels: Kernels, cos: Tensor, sin: Tensor) -> None:
-        """cos, sin: the rotation tables of config.decoder.rope, up to the longest position."""
-        self.config, self.weights, self.kernels = config, weights, kernels
-        self._cos, self._sin = cos, sin
+        super().__init__(config, weights, kernels, cos, sin)
         d = config.decoder
         self._shapes = [AttentionShape(d.heads, d.kv_heads, d.head_dim, w, d.eps, block=True) for w in d.windows]
         first, count = d.heads * d.head_dim, 2 * d.kv_heads * d.head_dim
         self._kv = [layer.qkv.narrow(first, count) for layer in weights.layers]
 
-    @property
-    def bytes(self) -> int:
-        """The memory of the weights that are not the target's."""
-        return stored_bytes(self.weights.own(self.config))
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """The memory of one position's keys and values, in all layers."""
-        return self.config.decoder.kv_values_per_token * self.weights.dtype.itemsize
-
-    def with_kernels(self, kernels: Kernels) -> Block:
-        """The same head, computed with other kernels."""
-        return Block(self.config, self.weights, kernels, self._cos, self._sin)
-
     def context(self, states: tuple[Tensor, ...], batch: Batch, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Store the keys and values of the batch's positions. states: one [T,target_hidden] for each of config.states; keys,
         values: the pages of each layer."""
         w, run, d = self.weights, self.kernels, self.config.decoder
-        joined = run.join(states, w.state_norms or (None,) * len(states), d.eps)
-        feature = run.rms_norm(run.linear(joined, w.fc, None), w.feature_norm, d.eps)  # [T,H]
+        feature = run.rms_norm(self._joined(states, w.state_norms, w.fc), w.feature_norm, d.eps)  # [T,H]
         for layer, kv, shape, k, v in zip(w.layers, self._kv, self._shapes, keys, values, strict=True):
             bias = None if layer.qkv_bias is None else layer.qkv_bias[-kv.rows :]
             run.store(run.linear(feature, kv, bias), shape, self._cos, self._sin, layer.k_norm, k, v, batch)

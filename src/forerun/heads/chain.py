@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from forerun.heads.config import HeadConfig
+from forerun.heads.head import Head
 from forerun.kernels import AttentionShape, Batch, Kernels
-from forerun.models.weights import Layer, Matrix, stored_bytes
+from forerun.models.weights import Layer, Matrix
 
 
 class Module(NamedTuple):
@@ -66,29 +67,13 @@ class ChainWeights(NamedTuple):
             yield from (vector for vector in given if vector is not None)
 
 
-class Chain:
-    """The forward pass. It holds no state: keys and values are in the pages that are given."""
+class Chain(Head[ChainWeights]):
+    """The forward pass."""
 
     def __init__(self, config: HeadConfig, weights: ChainWeights, kernels: Kernels, cos: Tensor, sin: Tensor) -> None:
-        """cos, sin: the rotation tables of config.decoder.rope, up to the longest position."""
-        self.config, self.weights, self.kernels = config, weights, kernels
-        self._cos, self._sin = cos, sin
+        super().__init__(config, weights, kernels, cos, sin)
         d = config.decoder
         self._shape = AttentionShape(d.heads, d.kv_heads, d.head_dim, d.windows[0], d.eps)
-
-    @property
-    def bytes(self) -> int:
-        """The memory of the weights that are not the target's."""
-        return stored_bytes(self.weights.own(self.config))
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """The memory of one position's keys and values, in all layers."""
-        return self.config.decoder.kv_values_per_token * self.weights.dtype.itemsize
-
-    def with_kernels(self, kernels: Kernels) -> Chain:
-        """The same head, computed with other kernels."""
-        return Chain(self.config, self.weights, kernels, self._cos, self._sin)
 
     def encode(self, states: tuple[Tensor, ...]) -> Tensor:
         """The features of positions, from the target's hidden states, one for each of config.states.
@@ -96,11 +81,7 @@ class Chain:
         w, run, eps = self.weights, self.kernels, self.config.decoder.eps
         if w.fc is None:
             return states[0] if w.target_norm is None else run.rms_norm(states[0], w.target_norm, eps)
-        if self.config.state_norms == "all":
-            joined = run.rms_norm(run.join(states, (None,) * len(states), eps), w.state_norms[0], eps)
-        else:
-            joined = run.join(states, w.state_norms or (None,) * len(states), eps)
-        return run.linear(joined, w.fc, None)
+        return self._joined(states, w.state_norms, w.fc)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The embeddings of the tokens behind these positions. ids, positions: [T] -> [T,H]"""
