@@ -22,6 +22,7 @@ from forerun.train import data
 from forerun.train.data import Samples
 from forerun.train.heads import Trainer, draft_ids, paced, walked
 from forerun.train.packing import Packing
+from forerun.train.parameters import muon, orthogonal
 from forerun.train.settings import Settings
 from forerun.types import LoadError, SettingError
 from tests.tiny_heads import one_row
@@ -157,6 +158,29 @@ def test_it_learns_by_heart(target: Target, few: Samples, kind: str, loss: str) 
     assert first.step == 1 and last.step == 60 and last.rate < 1e-5 and last.loss < 0.3 * first.loss
     found = it.evaluate(3)
     assert found.lengths[-1] > 3.4 and found.samples == 6 and min(found.accuracy[:1]) > 0.95, found
+
+
+def test_muon(target: Target, few: Samples) -> None:
+    """Its directions have singular values of about 1, a step without a finite gradient changes nothing, and it learns."""
+    x = torch.randn(2, 30, 50) @ torch.diag(torch.logspace(0, -1, 50))
+    for given in (x, x.mT):
+        found = orthogonal(given, torch.float32)
+        u, _, v = torch.linalg.svd(given, full_matrices=False)
+        values = (u.mT @ found @ v.mT).diagonal(dim1=1, dim2=2)
+        assert found.shape == given.shape and float(values.min()) > 0.6 and float(values.max()) < 1.3
+    master, mean = [torch.randn(4, 6) for _ in range(2)], [torch.randn(4, 6) for _ in range(2)]
+    before = [[x.clone() for x in master], [x.clone() for x in mean]]
+    bad, values = [torch.full((4, 6), float("nan"))] * 2, [x.to(torch.bfloat16) for x in master]
+    muon(master, values, bad, mean, torch.tensor([1e-2, 0.0, 3]), 0.1)
+    torch.testing.assert_close([master, mean], before, atol=1e-6, rtol=1e-6)
+    it = trainer(target, "eagle3 mapped", few, steps=60, rate=8e-3, clip=1.0, tokens=256, unroll=3, optimizer="muon")
+    start = it.parameters.master.clone()
+    it.step()
+    assert bool((it.parameters.master != start).float().mean() > 0.5)
+    while not it.done:
+        it.step()
+    first, *_, last = it.metrics()
+    assert last.loss < 0.3 * first.loss and it.evaluate(3).lengths[-1] > 3.4
 
 
 def test_weights_of_d_pace(target: Target, few: Samples) -> None:

@@ -7,104 +7,150 @@ them on the tasks of forerun bench. Needs no network.
 --prompts: made by benchmarks/heads/prompts.py. --tasks: {task: [[ids]..]}, made by benchmarks/heads/task_ids.py. --work keeps
 the samples and heads between calls. A phase METHOD:STEPS trains a head of that method. measure: tokens/s and acceptance of all
 heads in --work, of n-gram and of plain decoding on each task, by rows. The record goes to --out, and heads in files of 15 MB
-at most. METHOD:STEPS may be followed by settings of training: dflash:9000:loss=hard:pace=0.5.
+at most. METHOD:STEPS may be followed by settings of shape and training, a name, and try=1, which keeps no head:
+dflash:9000:loss=hard:pace=0.5:layers=4:name=paced.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import time
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import CUDA, DEVICE, Record, head_shape, release, synchronize
+from harness import CUDA, DEVICE, Record, release, synchronize
 
-from forerun.heads import saving
-from forerun.heads.config import HeadConfig
 from forerun.llm import LLM
-from forerun.models.decoder import Target
 from forerun.train import answers as making
-from forerun.train import questions
+from forerun.train import export, questions
 from forerun.train.answers import Answerer, Answering, Shards
 from forerun.train.heads import Trainer
 from forerun.train.settings import Settings
+from forerun.train.shape import Shape, drafter
 from forerun.types import SamplingParams
 
 SHARD, PART = 14_000_000, 15_000_000  # bytes of a shard, and of a file that comes back at most
-DRAFTS = {"ngram": 4, "eagle3": 4, "mtp": 4, "eagle": 4, "dflash": 7}
+DRAFTS = {"ngram": 4, "eagle3": 4, "mtp": 4, "draft_model": 4, "dflash": 7}
+TOGETHER = 320  # requests of an answering process
+KEPT = 7  # drafted tokens of an evaluation
 
 
-def answer(model: Any, prompts: Path, work: Path, count: int, held_out: float) -> dict[str, Any]:
-    start = time.perf_counter()
-    asked = questions.read("prompts", prompts, count).asked
-    settings = Answering(held_out=held_out)
+def answer_part(gguf: Path, prompts: Path, folder: Path, count: int, held_out: float, part: int, parts: int) -> None:
+    """Answers every parts-th prompt, in a process of its own: an engine is bound by its host at hundreds of requests."""
+    settings, start = Answering(held_out=held_out), time.perf_counter()
+    asked = questions.read("prompts", prompts, count).asked[part::parts]
     # logits of prompts are not kept, and no prefix is asked twice
-    llm = LLM(model, max_num_seqs=384, max_model_len=2048, enable_prefix_caching=False)
-    ready = time.perf_counter()
-    shards, said = Shards(work / "answers", "target", settings), [0.0]
+    llm = LLM(
+        LLM.load(gguf, "bfloat16" if CUDA else "auto", DEVICE.type), max_num_seqs=TOGETHER, max_model_len=2048,
+        enable_prefix_caching=False, kv_cache_tokens=TOGETHER * 700,
+    )  # fmt: skip
+    answerer, said = Answerer(llm, Shards(folder, "target", settings), settings), [time.perf_counter()]
+    print(f"part {part}: ready after {said[0] - start:.0f} s", flush=True)
 
     def watch(done: int, total: int, tokens: int) -> None:
         if time.perf_counter() - said[0] > 20:
             said[0] = time.perf_counter()
-            print(f"{said[0] - start:.0f} s: {done} of {total} prompts, {tokens} tokens", flush=True)
+            print(f"part {part}: {said[0] - start:.0f} s: {done} of {total} prompts, {tokens} tokens", flush=True)
 
-    answerer = Answerer(llm, shards, settings)
     answerer.run(asked, watch)
+    (folder / "left_out.json").write_text(json.dumps([answerer.too_long, answerer.failed]))
+
+
+class Together:
+    """The answers of several folders, to be gathered."""
+
+    def __init__(self, folders: list[Path], settings: Answering) -> None:
+        self._shards = [Shards(folder, "target", settings) for folder in folders]
+
+    def read(self) -> Iterator[making.Answer]:
+        return itertools.chain.from_iterable(shards.read() for shards in self._shards)
+
+
+def answer(given: argparse.Namespace) -> dict[str, Any]:
+    start, settings = time.perf_counter(), Answering(held_out=given.held_out)
+    folders = [given.work / f"answers-{i}" for i in range(given.answerers)]
+    context = multiprocessing.get_context("spawn")
+    running = [
+        context.Process(
+            target=answer_part, args=(given.gguf, given.prompts, folder, given.count, given.held_out, i, len(folders))
+        )
+        for i, folder in enumerate(folders)
+    ]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join()
+    if any(process.exitcode for process in running):
+        raise RuntimeError("a process that answers prompts failed")
     answered = time.perf_counter()
-    trained, held = making.gather(shards, asked, settings)
-    making.save(work / "train", trained)
-    making.save(work / "held", held)
+    asked = questions.read("prompts", given.prompts, given.count).asked
+    trained, held = making.gather(Together(folders, settings), asked, settings)  # type: ignore[arg-type]
+    making.save(given.work / "train", trained)
+    making.save(given.work / "held", held)
     ids, prompt = trained.samples.ids, trained.samples.prompt
+    left_out = [json.loads((folder / "left_out.json").read_text()) for folder in folders]
     return {
         "prompts": len(asked), "samples": len(prompt), "held_out": len(held.samples.prompt), "tokens": len(ids),
-        "answered_tokens": int(len(ids) - prompt.sum()), "left_out": trained.left_out, "too_long": answerer.too_long,
-        "failed": answerer.failed, "ready_s": ready - start, "answer_s": answered - ready,
-        "gather_s": time.perf_counter() - answered,
+        "answered_tokens": int(len(ids) - prompt.sum()), "left_out": trained.left_out, "processes": len(folders),
+        "too_long": sum(one for one, _ in left_out), "failed": sum(one for _, one in left_out),
+        "answer_s": answered - start, "gather_s": time.perf_counter() - answered,
     }  # fmt: skip
 
 
-def shape_of(target: Target, method: str) -> HeadConfig:
-    config = head_shape(target, method)
-    if method == "dflash":
-        spread = tuple(round(1 + i * (target.config.layers - 4) / 2) + 1 for i in range(3))
-        config = replace(config, states=spread, mask_id=4)
-    return config
-
-
-def train(target: Target, method: str, chosen: dict[str, Any], work: Path, given: argparse.Namespace) -> dict[str, Any]:
-    start = time.perf_counter()
-    samples, held = making.load(work / "train").samples, making.load(work / "held").samples
+def train(model: Any, phase: str, given: argparse.Namespace, kept: dict[Any, Trainer]) -> dict[str, Any]:
+    """Trains as a phase says, METHOD:STEPS:SETTING=VALUE:...; settings are those of Shape and Settings, `name`, of the head's
+    folder, and `try`: nothing is kept of it. kept: the last trainer, whose states serve the next if it reads the same ones."""
+    start, target = time.perf_counter(), model.target
+    method, steps, *rest = phase.split(":")
+    pairs = [("steps", steps), *(one.split("=") for one in rest)]
+    chosen: dict[str, Any] = {name: json.loads(text) if text.replace(".", "").isdigit() else text for name, text in pairs}
+    name, trial = chosen.pop("name", method), bool(chosen.pop("try", False))
+    known = {one: chosen.pop(one) for one in list(chosen) if one in Shape.__dataclass_fields__}
+    if "states" in known:
+        known["states"] = tuple(map(int, known["states"].split("+")))
+    shape = drafter(method, Shape(**known), target.config, target.vocab, mask_id=4)
+    samples, held = making.load(given.work / "train").samples, making.load(given.work / "held").samples
     settings = Settings(**{"tokens": given.step_tokens} | chosen)
-    steps = settings.steps
-    it = Trainer(target, shape_of(target, method), samples, held, settings)
+    states = getattr(shape, "states", (target.config.layers,))
+    like = kept.get(states)
+    if like is None:
+        kept.clear()
+        release()
+    it = Trainer(target, shape, samples, held, settings, like=like)
+    kept[states] = it
     synchronize()
-    ready, curve = time.perf_counter(), []
+    ready, curve, spent = time.perf_counter(), [], 0.0
     while not it.done:
         it.step()
-        if it.made % 250 == 0 or it.done:
+        if it.made % 500 == 0 or it.done:
             last = it.metrics()[-1]
             curve.append((last.step, round(last.loss, 4), [round(x, 4) for x in last.accuracy]))
-            if it.made % 1000 == 0 or it.done:
+            if it.made % 2000 == 0 or it.done:
                 print(f"{time.perf_counter() - start:.0f} s:", curve[-1], flush=True)
-        if it.made % max(steps // 4, 1) == 0:
-            curve.append(("held out", it.made, it.evaluate(7)._asdict()))
-            print(curve[-1], flush=True)
+        if it.made % max(settings.steps // (1 if trial else 4), 1) == 0:
+            synchronize()
+            begun = time.perf_counter()
+            curve.append(("held out", it.made, it.evaluate(KEPT)._asdict()))
+            spent += time.perf_counter() - begun
+            print(name, it.made, [round(x, 3) for x in curve[-1][2]["lengths"]], flush=True)
     synchronize()
     trained = time.perf_counter()
-    folder = work / method
-    saving.save(folder, it.config, it.weights(), "smollm2-135m-instruct", SHARD)
-    found = {
-        "steps": steps, "steps_per_s": steps / (trained - ready), "tokens_per_step": it.tokens_per_step,
-        "set_up_s": ready - start, "train_s": trained - ready, "parameters": it.parameters.count, "curve": curve,
-        "settings": asdict(settings),
+    if not trial:
+        folder = given.work / name
+        export.save(folder, shape, it.weights(), "smollm2-135m-instruct", model.folder, SHARD)
+        bring(folder, given.out / name)
+    seconds = trained - ready - spent
+    return {
+        "steps": settings.steps, "steps_per_s": settings.steps / seconds, "tokens_per_step": it.tokens_per_step,
+        "set_up_s": ready - start, "train_s": seconds, "evaluations_s": spent, "parameters": it.parameters.count,
+        "curve": curve, "shape": known, "settings": asdict(settings),
     }  # fmt: skip
-    del it
-    release()
-    bring(folder, given.out / method)
-    return found
 
 
 def bring(folder: Path, to: Path) -> None:
@@ -122,23 +168,24 @@ def measure(model: Any, work: Path, tasks: dict[str, list[list[int]]], rows: lis
     """Batches of as many requests as rows, prompts in turn; each arm in turn on each task, twice; the second counts."""
     arms: list[tuple[str, Any]] = [("plain", None)]
     arms.append(("ngram k=4", {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}))
-    for method in ("eagle3", "mtp", "dflash"):
+    for method in ("eagle3", "mtp", "dflash", "draft_model"):
         if (work / method).is_dir():
             own = {"method": method, "model": str(work / method), "num_speculative_tokens": DRAFTS[method]}
             arms.append((f"{method} k={DRAFTS[method]}", own))
             if method == "eagle3":
                 arms.append(("eagle3 and ngram k=4", own | {"prompt_lookup_min": 2, "prompt_lookup_max": 5}))
                 arms.append(("eagle3 k=4, fixed", own))
+            arms.append((f"{method} k={DRAFTS[method]}, drawn, fixed", own | {"draft_sample_method": "probabilistic"}))
     found = []
     for name, config in arms:
-        fixed = name.endswith("fixed")
+        fixed, drawn = name.endswith("fixed"), "drawn" in name
         llm = LLM(
             model, speculative_config=config, max_num_seqs=max(rows), max_model_len=2048, kv_cache_tokens=max(rows) * 2048,
             adaptive_drafts=not fixed,
         )  # fmt: skip
         for task, prompts in tasks.items():
-            for count in rows:
-                params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=False)
+            for count in rows[:1] if drawn else rows:
+                params = SamplingParams(temperature=0.7 if drawn else 0, max_tokens=tokens, seed=0, ignore_eos=False)
                 batches = [prompts[i : i + count] for i in range(0, len(prompts) - count + 1, count)][: 24 if count == 1 else 2]
                 for part in (batches[:1], batches):  # the first is warm-up
                     llm.clear_prefix_cache()
@@ -169,27 +216,31 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--phases", default="answers,eagle3:9000,measure")
     parser.add_argument("--count", type=int, default=40000)
-    parser.add_argument("--held-out", type=float, default=0.02)
+    parser.add_argument("--answerers", type=int, default=5, help="processes that answer prompts")
+    parser.add_argument("--held-out", type=float, default=0.01)
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-tokens", type=int, default=15360)
     given = parser.parse_args()
-    given.work.mkdir(parents=True, exist_ok=True)
+    for folder in (given.work, given.out):
+        folder.mkdir(parents=True, exist_ok=True)
     machine = torch.cuda.get_device_name() if CUDA else "CPU"
     known = {"date": time.strftime("%Y-%m-%d"), "device": machine, "torch": torch.__version__}
     record = Record(given.out / f"train_heads-{int(time.time())}.json", **known)
-    model = LLM.load(given.gguf, "bfloat16" if CUDA else "auto", DEVICE.type)
+    model, kept = None, {}  # answering processes want the memory first
     for phase in given.phases.split(","):
-        method, *rest = phase.split(":")
-        pairs = [("steps", rest[0]), *(one.split("=") for one in rest[1:])] if rest else []
-        chosen = {name: json.loads(text) if text[0].isdigit() else text for name, text in pairs}
+        name = phase.split("name=")[1].split(":")[0] if "name=" in phase else phase.split(":")[0]
         if phase == "answers":
-            record.part(phase, lambda: answer(model, given.prompts, given.work, given.count, given.held_out))
-        elif phase == "measure":
+            record.part(phase, lambda: answer(given))
+            continue
+        model = model or LLM.load(given.gguf, "bfloat16" if CUDA else "auto", DEVICE.type)
+        if phase == "measure":
             tasks, rows = json.loads(given.tasks.read_text()), [int(n) for n in given.rows.split(",")]
+            kept.clear()
+            release()
             record.part(phase, lambda: measure(model, given.work, tasks, rows, given.tokens))  # noqa: B023
         else:
-            record.part(method, lambda: train(model.target, method, chosen, given.work, given))  # noqa: B023
+            record.part(name, lambda: train(model, phase, given, kept))  # noqa: B023
 
 
 if __name__ == "__main__":

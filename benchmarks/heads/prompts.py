@@ -43,9 +43,9 @@ SUBJECTS = (  # what the prompts of the tasks explain and chat are about, one ph
     "plants", "passwords?", "paint|painting", "cats?",
 )  # fmt: skip
 PACKAGES = ("torch", "numpy", "transformers", "networkx", "sympy", "scipy", "pip", "setuptools", "rich", "pydantic", "jinja2")
-FILES = 300  # of a package, at most
+FILES = 1500  # of a package, at most
 SHARES = {  # of the prompts, by task
-    "explain": 20, "ask": 8, "chat": 12, "edit-code": 20, "return-code": 10, "explain-code": 4, "write-code": 4, "summarise": 5,
+    "explain": 20, "ask": 8, "chat": 11, "edit-code": 24, "return-code": 14, "explain-code": 4, "write-code": 4, "summarise": 5,
     "rewrite": 4, "continue": 3, "list": 3, "translate": 2, "extract": 3, "topic": 2,
 }  # fmt: skip
 

@@ -145,7 +145,7 @@ class Trainer:
 
     def _set_up_parameters(self, samples: Samples, initial: Mapping[str, Tensor]) -> None:
         method, target = self._method, self.target
-        self.parameters = Parameters(method.places(), target.dtype, self.device)
+        self.parameters = Parameters(method.places(), target.dtype, self.device, self.settings.optimizer == "muon")
         self._use_ids(draft_ids(samples, target.vocab, method.draft_vocab).to(self.device) if method.mapped else None)
         generator = torch.Generator().manual_seed(self.settings.seed)
         for place in method.places():

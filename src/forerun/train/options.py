@@ -17,7 +17,7 @@ from forerun import textfile
 from forerun.checks import Flag, SettingError, Text, Whole, convert, require, setting
 from forerun.options import DATA, EVALUATION, MODEL, OUTPUT, SHAPE, TRAINING, device_option, dtype_option, option, option_of
 from forerun.train.questions import Answering
-from forerun.train.settings import LOSSES, MOST, Settings
+from forerun.train.settings import LOSSES, MOST, OPTIMIZERS, Settings
 from forerun.train.shape import METHODS, Shape
 
 T = TypeVar("T")
@@ -78,6 +78,7 @@ class Options:
     intermediate: int | None = option(None, SHAPE, "The inner size of a layer.", default_text="the target's; 3 times hidden")
     steps: int = option(1000, TRAINING, "Steps of the optimiser.")
     tokens: int = option(15360, TRAINING, "Tokens of a step, prompts included.")
+    optimizer: str = option("adamw", TRAINING, "What updates the matrices of layers; see docs/training.md.", choices=OPTIMIZERS)
     rate: float = option(1e-3, TRAINING, "The highest learning rate.")
     warm_up: float = option(0.03, TRAINING, "The part of the steps in which it rises.")
     final: float = option(0.0, TRAINING, "What the cosine lowers it to, as a part of the highest.")

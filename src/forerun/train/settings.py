@@ -8,6 +8,7 @@ from forerun.checks import Choice, Number, Seed, Whole, convert, setting
 from forerun.types import require
 
 LOSSES = ("kl", "lk", "nll", "hard")
+OPTIMIZERS = ("adamw", "muon")
 MOST = 10_000_000
 
 
@@ -16,7 +17,8 @@ class Settings:
     """How a head is trained.
 
     steps: of the optimiser. tokens: of a step, prompts included. rate: the highest learning rate, reached after `warm_up` of
-    the steps and lowered by a cosine to `final` times itself. betas, eps, weight_decay: of AdamW. clip: the largest norm of a
+    the steps and lowered by a cosine to `final` times itself. optimizer: muon: matrices of layers by Muon, scaled so that the
+    rate means the same, all else by AdamW. betas, eps, weight_decay: of AdamW. clip: the largest norm of a
     gradient.
     unroll: steps of training-time test (EAGLE: 1 by default; DFlash: block_size - 1 always; a draft model: 1 always); fade: the
     weight of step i is fade^i. None: 5.
@@ -31,6 +33,7 @@ class Settings:
 
     steps: int = setting(1000, Whole(1, MOST, 1000))
     tokens: int = setting(15360, Whole(64, MOST, 15360))
+    optimizer: str = setting("adamw", Choice(OPTIMIZERS))
     rate: float = setting(1e-3, Number(0, 1, 1e-3, above=True))
     warm_up: float = setting(0.03, Number(0, 1, 0.03))
     final: float = setting(0.0, Number(0, 1, 0.0))
