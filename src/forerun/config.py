@@ -58,6 +58,11 @@ def model_name(name: str, value: Any) -> str:
     return Text("smollm2-135m-instruct")(name, str(value) if isinstance(value, Path) else value)
 
 
+def needs_model(method: str) -> str:
+    """The message for a method without a drafter."""
+    return f"method {method} needs the drafter's path or id, for instance owner/name"
+
+
 def _block_size(name: str, value: Any) -> int:
     found = whole(value)
     require(found in BLOCK_SIZES, name, value, f"give {alternatives(map(str, BLOCK_SIZES))}")
@@ -93,9 +98,9 @@ class Speculation:
     ngram: the suffix looked up has prompt_lookup_min .. prompt_lookup_max tokens; if one is unset, it takes the other's value.
     suffix: the four suffix_decoding_* settings; suffix_decoding_max_cached_requests 0 turns the shared tree off.
     draft_model: model; max_model_len, to shorten its context; draft_sample_method, greedy or probabilistic.
-    eagle, eagle3, mtp, dflash: model, the head's checkpoint (mtp: None means the target's own); draft_sample_method. If either
-    prompt_lookup_* is set, the look-up of ngram drafts beside the head: for each row and step the one that is expected to bring
-    more tokens drafts.
+    eagle, eagle3, mtp, dflash: model, the head's checkpoint; draft_sample_method. If either prompt_lookup_* is set, the look-up
+    of ngram drafts beside the head: for each row and step the one that is expected to bring more tokens drafts.
+    model None: the drafter that comes with Forerun for the target (models/shipped.py); mtp: otherwise the target's own modules.
     rejection_sample_method: standard, or block (block verification); it makes a difference for drafts with probabilities only.
     num_speculative_tokens_per_batch_size: [[low, high, k], ...]; k applies while low .. high sequences run (0: no drafts).
     checks.py says how values are converted. A setting that the method does not read is an error. Raises SettingError.
@@ -127,8 +132,7 @@ class Speculation:
             require(low <= high, "prompt_lookup_min", low, f"give at most prompt_lookup_max, for instance {high}")
             object.__setattr__(self, "prompt_lookup_min", low)
             object.__setattr__(self, "prompt_lookup_max", high)
-        needs = self.method in ("draft_model", *HEADS) and self.method != "mtp" and self.model is None
-        require(not needs, "model", None, f"method {self.method} needs the drafter's path or id, for instance owner/name")
+        require(self.method != "eagle" or self.model is not None, "model", None, needs_model(self.method))
         schedule = self.num_speculative_tokens_per_batch_size or ()
         over = [one for one in schedule if one[2] > k]
         remedy = f"k is at most num_speculative_tokens ({k}); give for instance [[1, 8, {k}], [9, 64, 0]]"

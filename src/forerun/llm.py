@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from forerun.heads import layouts, loading
 from forerun.heads.block import Block
 from forerun.heads.chain import Chain
 from forerun.idle import IdleDrafter
-from forerun.models import hub
+from forerun.models import hub, shipped
 from forerun.models.decoder import KVCache, Target
 from forerun.models.files import MANIFEST
 from forerun.models.generation import default_sampling
@@ -223,6 +223,7 @@ class LLM:
             ("device", device, loaded.target.device.type),
         ):
             require(given in ("auto", there), name, given, f"the loaded model's is {there}; give {there} or auto")
+        config = replace(config, speculation=shipped.chosen(config.speculation, loaded.name))
         self.model, self.tokenizer = loaded, loaded.tokenizer
         tokenizer = loaded.tokenizer  # the engine refers to this, not to the LLM, so that an unused LLM is freed
         vocab = min(tokenizer.size, loaded.target.vocab)

@@ -41,7 +41,7 @@ from forerun.bench.workloads import tasks as workloads
 from forerun.bench.workloads import traces
 from forerun.bench.workloads.tasks import Prompt, Task
 from forerun.checks import LARGEST, SettingError, Whole, require, whole
-from forerun.config import MOST_SEQUENCES
+from forerun.config import MOST_SEQUENCES, needs_model
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -100,7 +100,10 @@ def served_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
             remember(*secrets_of(flags))
             found.append(Arm(" ".join(hide(flags)), None, flags))
         else:
-            found += [dataclasses.replace(arm, settings=_essential(arm.settings or {})) for arm in arms.parse((text,))]
+            for arm in arms.parse((text,)):
+                settings = arm.settings or {}
+                require("model" not in settings or settings["model"], "arms", text, f"{needs_model(arm.name)}; give JSON")
+                found.append(dataclasses.replace(arm, settings=_essential(settings)))
     for one in found:
         require([a.name for a in found].count(one.name) == 1, "arms", one.name, "give each arm once")
     return tuple(found)
@@ -130,7 +133,7 @@ def subject_of(options: Options, plan: Plan) -> Subject:
 def arm_names(options: Options) -> list[str]:
     """The names of the arms, in their order, before anything is loaded. Raises SettingError."""
     if options.engine == "forerun":
-        candidates = [arm.name for arm in arms.parse(options.arms or arms.DEFAULT_ARMS)]
+        candidates = [arm.name for arm in _candidates(options)]
     elif options.running:
         candidates = [text.partition("=")[0] for text in options.arms]
     else:
@@ -148,11 +151,22 @@ def described(subject: Subject, options: Options, plan: Plan) -> Subject:
     return dataclasses.replace(subject, origin=Origin(command, asked(options), contents))
 
 
+def _arms(options: Options) -> tuple[str, ...]:
+    """The texts of the arms of the engine in this process."""
+    from forerun.models import hub
+
+    return options.arms or arms.default(options.model or hub.DEFAULT)
+
+
+def _candidates(options: Options) -> tuple[Arm, ...]:
+    return arms.parse(_arms(options))
+
+
 def _embedded(options: Options, plan: Plan) -> Subject:
     from forerun.llm import LLM
     from forerun.models import hub
 
-    candidates = arms.parse(options.arms or arms.DEFAULT_ARMS)
+    candidates = _candidates(options)
     slots, sides_ = slots_of(options, plan), 1 + len(candidates)
     name = "concurrency" if options.slots is None else "slots"
     remedy = f"the engine in this process takes {MOST_SEQUENCES} requests at once at most; give slots={MOST_SEQUENCES}"
@@ -176,7 +190,7 @@ def _embedded(options: Options, plan: Plan) -> Subject:
     notes = prompts_that_do_not_fit(plan, tokenizer, target.max_positions)
     settled = {
         "model": options.model or hub.DEFAULT,
-        "arms": options.arms or arms.DEFAULT_ARMS,
+        "arms": _arms(options),
         # with a dtype given, the blocks of a file would be expanded
         "dtype": options.dtype if target.quantization else str(target.dtype).removeprefix("torch."),
         "device": target.device.type,

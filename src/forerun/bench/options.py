@@ -61,9 +61,10 @@ class Options:
     )
     arms: tuple[str, ...] = option(
         (), RUN,
-        "A way of drafting to compare with plain decoding: ngram, suffix, ngram:k=2,4,8 (one arm for each) or JSON with vLLM's "
-        "keys; on a server also flags:... with its own flags. May be repeated.",
-        "--arm", "-a", metavar="ARM", default_text="ngram and suffix; ngram on a server", stated=True, secret=True,
+        "A way of drafting to compare with plain decoding: ngram, suffix, eagle3, eagle3+ngram (both at once), ngram:k=2,4,8 "
+        "(one arm for each) or JSON with vLLM's keys; on a server also flags:... with its own flags. May be repeated.",
+        "--arm", "-a", metavar="ARM", stated=True, secret=True,
+        default_text="ngram, suffix and the drafters that come with Forerun for the model; ngram on a server",
     )  # fmt: skip
     tasks: tuple[str, ...] = option(
         DEFAULT_TASKS, RUN, f"The tasks, separated by commas: {', '.join(TASKS)}; none: only those of --prompts.",

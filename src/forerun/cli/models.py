@@ -1,4 +1,4 @@
-"""`forerun models`: list the models on this machine."""
+"""`forerun models`: list the models on this machine, and the drafters that come with Forerun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def models(
     fetch: Annotated[str | None, typer.Option("--fetch", metavar="MODEL", help="Fetch this model first.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of a table.")] = False,
 ) -> None:
-    """List the models that are on this machine, by the names that --model takes.
+    """List the models that are on this machine, by the names that --model takes, and the trained drafters that come with
+    Forerun, by the names that "model" in --speculative-config takes. On their own target they need no name: -s eagle3.
 
     **Examples**
 
@@ -20,21 +21,28 @@ def models(
 
         forerun models --fetch smollm2-135m-instruct
     """
-    from forerun.models import hub
+    from forerun.models import hub, shipped
 
     if fetch is not None:
         hub.resolve(fetch)
-    known = hub.models()
+    known, drafters = hub.models(), shipped.drafters()
     if as_json:
-        print(json.dumps([{"name": m.name, "folder": str(m.folder) if m.folder else None, "bytes": m.bytes} for m in known]))
+        found = [{"name": m.name, "folder": str(m.folder) if m.folder else None, "bytes": m.bytes} for m in known]
+        own = [{"name": d.name, "folder": str(d.folder), "bytes": d.bytes, "method": d.method} for d in drafters]
+        print(json.dumps([*found, *own]))
         return
     from rich.console import Console
     from rich.table import Column, Table
 
-    table = Table("model", "size", Column("folder", overflow="fold"))
+    console, table = Console(), Table("model", "size", Column("folder", overflow="fold"))
     for m in known:
         if m.folder is None:
             table.add_row(m.name, "–", "not here yet; fetched on first use")
         else:
             table.add_row(m.name, f"{m.bytes / 1e6:,.0f} MB", str(m.folder))
-    Console().print(table)
+    console.print(table)
+    if drafters:
+        table = Table("drafter", "method", "size", Column("folder", overflow="fold"))
+        for d in drafters:
+            table.add_row(d.name, d.method, f"{d.bytes / 1e6:,.0f} MB", str(d.folder))
+        console.print(table)

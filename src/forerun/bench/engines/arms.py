@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.checks import require
-from forerun.config import Speculation, known_method
+from forerun.config import HEADS, Speculation, known_method
+from forerun.models import shipped
 
 BASELINE = "baseline"
 CONTROL = "baseline again"
-DEFAULT_ARMS = ("ngram", "suffix")
+LOOK_UPS = ("ngram", "suffix")
+LEARNED = {"draft_model": "draft_model", "eagle3": "eagle3", "mtp": "mtp", "dflash": "dflash:k=7"}
 NGRAM_LOOKUP = (2, 5)  # the look-up lengths of the reference study; the engine's own defaults are 5 and 5
 
 
@@ -25,9 +27,16 @@ class Arm:
     flags: tuple[str, ...] = ()
 
 
+def default(model: str) -> tuple[str, ...]:
+    """The arms that are measured if none is given: the look-ups, and the drafters that come with Forerun for this model."""
+    here = shipped.methods(model)
+    return (*LOOK_UPS, *(text for method, text in LEARNED.items() if method in here))
+
+
 def parse(texts: Sequence[str]) -> tuple[Arm, ...]:
-    """The arms that these texts name. Each text is a method (`ngram`, `suffix`), a method with draft lengths
-    (`ngram:k=2,4,8`, one arm for each), or a speculative configuration as JSON. The word ngram means look-up lengths 2 to 5.
+    """The arms that these texts name. Each text is a method (`ngram`, `suffix`, `eagle3`), a head with a look-up beside it
+    (`eagle3+ngram`), either with draft lengths (`ngram:k=2,4,8`, one arm for each), or a speculative configuration as JSON. The
+    word ngram means look-up lengths 2 to 5.
 
     Raises SettingError for any other text, and for two equal arms.
     """
@@ -45,9 +54,11 @@ def _parsed(text: str) -> list[Arm]:
     if text.startswith("{"):
         return [_arm(text)]
     method, colon, rest = text.partition(":")
-    known_method("arms", method, ", one with draft lengths as in ngram:k=2,4,8, or JSON")
-    settings: dict[str, Any] = {"method": method}
-    if method in ("ngram", "ngram_gpu"):
+    head, beside = method.removesuffix("+ngram"), method.endswith("+ngram")
+    if not beside or head not in HEADS:
+        known_method("arms", method, ", a head with a look-up as in eagle3+ngram, draft lengths as in ngram:k=2,4,8, or JSON")
+    settings: dict[str, Any] = {"method": head}
+    if beside or method in ("ngram", "ngram_gpu"):
         settings["prompt_lookup_min"], settings["prompt_lookup_max"] = NGRAM_LOOKUP
     if not colon:
         return [_arm(settings)]
@@ -61,5 +72,8 @@ def _parsed(text: str) -> list[Arm]:
 def _arm(value: Mapping[str, Any] | str, name: str | None = None) -> Arm:
     speculation = Speculation.parse(value)
     assert speculation is not None
-    known = "suffix" if speculation.method == "suffix" else f"{speculation.method} k={speculation.num_speculative_tokens}"
+    method = speculation.method
+    if method in HEADS and speculation.prompt_lookup_min is not None:
+        method = f"{method}+ngram"
+    known = "suffix" if method == "suffix" else f"{method} k={speculation.num_speculative_tokens}"
     return Arm(name or known, speculation.effective())
