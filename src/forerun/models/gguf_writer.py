@@ -1,4 +1,4 @@
-"""Writes a small model as a .gguf file with its matrices in blocks of 8 bits, as llama.cpp's converter lays it out. The format:
+"""Writes a small model as a .gguf file with its matrices in blocks, as llama.cpp's converter lays it out. The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType
 from gguf.quants import quantize
 
+from forerun.checks import alternatives
 from forerun.models import loading
 from forerun.models.config import ModelConfig
 from forerun.models.gguf import ARCHITECTURES, NAMES
@@ -20,14 +21,16 @@ from forerun.models.tokenizer import Tokenizer
 from forerun.types import require
 
 LLAMA = "llama"
-FORMAT = GGMLQuantizationType.Q8_0  # 8.5 bits a value: 32 integers of 8 bits and a scale
+FORMATS = ("Q8_0", "Q5_1", "Q5_0")
 
 
-def write(path: Path, folder: Path, vocabulary: Path, **about: str) -> None:
-    """Write the model of a Hugging Face folder: matrices in Q8_0, vectors in float32. vocabulary: a .gguf file whose keys of
+def write(path: Path, folder: Path, vocabulary: Path, embedding: str = "Q8_0", **about: str) -> None:
+    """Write the model of a Hugging Face folder: matrices in Q8_0 (8.5 bits a value), vectors in float32. embedding: the format
+    of the embedding, which is most of a small model: Q8_0, Q5_1 (6 bits) or Q5_0 (5.5). vocabulary: a .gguf file whose keys of
     the tokenizer are copied, since a folder does not say which of llama.cpp's patterns its tokenizer has. about: keys of
     `general`, for instance name and license. Raises SettingError for an architecture other than Llama's, for a shape that the
     keys written here do not tell, and for another vocabulary; LoadError for a folder that cannot be read."""
+    require(embedding in FORMATS, "embedding", embedding, f"give {alternatives(FORMATS)}")
     config = ModelConfig.read(folder)
     remedy = f"only {ARCHITECTURES[LLAMA]} is written, without biases and with plain rotations"
     plain = config.rope.kind == "default" and not (config.qkv_bias or config.out_bias or config.qk_norm or any(config.windows))
@@ -65,7 +68,8 @@ def write(path: Path, folder: Path, vocabulary: Path, **about: str) -> None:
         for part, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
             if part in name:  # the two halves of a head, which rotate together, lie interleaved
                 values = values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(_name(name), quantize(values, FORMAT), raw_dtype=FORMAT)
+        kind = GGMLQuantizationType[embedding if name == loading.EMBEDDING else "Q8_0"]
+        writer.add_tensor(_name(name), quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

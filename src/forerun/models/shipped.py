@@ -14,7 +14,7 @@ from forerun.config import Speculation
 
 TARGET = "smollm2-135m-instruct"
 FOLDERS = {"draft_model": "draft", "eagle3": "eagle3", "mtp": "mtp", "dflash": "dflash"}  # by method
-MODEL = "model.gguf"  # the file of a draft model; a head has a folder in its published layout
+MODEL = "draft.gguf"  # the file of a draft model; a head has a folder in its published layout
 ROOT = Path(__file__).parents[1] / "trained"
 
 
