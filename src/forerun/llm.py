@@ -7,7 +7,6 @@ It decides nothing about decoding.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,17 +35,16 @@ from forerun.models.decoder import KVCache, Target
 from forerun.models.files import MANIFEST
 from forerun.models.generation import default_sampling
 from forerun.models.tokenizer import Detokenizer, Tokenizer
+from forerun.prompts import Limits, Prompts
 from forerun.types import (
     Event,
     FinishReason,
     Logprob,
     Request,
     SamplingParams,
-    SettingError,
     require,
     sampling_params,
 )
-from forerun.verify.noise import child_seed, request_seed
 from forerun.verify.sampling import SamplingState
 
 LOG = logging.getLogger("forerun")
@@ -258,10 +256,10 @@ class LLM:
         self.engine.warm_up()
         self.owner = Owner(self.engine)
         LOG.info(self.engine.capacity())
-        self._numbers = itertools.count()
         self._idle_drafter = IdleDrafter(speculation, config.max_num_seqs, context)
-        # the tokens that end an answer, unless ignore_eos
-        self.end_ids = tuple(dict.fromkeys((*loaded.target.config.eos_ids, *tokenizer.end_ids)))
+        end_ids = tuple(dict.fromkeys((*loaded.target.config.eos_ids, *tokenizer.end_ids)))
+        limits = Limits(self.engine.max_model_len, loaded.target.vocab, end_ids, config.seed, speculation)
+        self.prompts = Prompts(tokenizer, limits)
 
     @staticmethod
     def load(
@@ -316,7 +314,7 @@ class LLM:
         Raises SettingError before anything runs. An interrupt aborts the running requests. A request that fails later ends
         alone: its completion has the finish reason "error" and the cause. Other threads, open streams and `progress` may use
         the same LLM meanwhile; all requests share one batch."""
-        texts = [self._ids(prompt) for prompt in checks.prompts("prompts", prompts)]
+        texts = [self.prompts.ids(prompt) for prompt in checks.prompts("prompts", prompts)]
         each = self._params(params, len(texts))
         usable = progress is None or callable(progress)
         require(usable, "progress", progress, "give a function of two numbers, for instance print")
@@ -391,20 +389,14 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The prompt ids of a conversation. tools: descriptions of functions, for templates that read them.
-        add_generation_prompt: end the prompt with the header of an answer; None: the opposite of continue_final_message.
-        continue_final_message: end the prompt inside the last message, so that the model continues it.
-        chat_template_kwargs: other variables of the template, for instance enable_thinking or documents. Raises SettingError
-        for a variable that the template does not read."""
-        given = checks.messages("messages", messages)
-        going_on = checks.Flag()("continue_final_message", continue_final_message)
-        begun = not going_on if add_generation_prompt is None else checks.Flag()("add_generation_prompt", add_generation_prompt)
-        remedy = "continue_final_message is on; give one of the two"
-        require(not (begun and going_on), "add_generation_prompt", add_generation_prompt, remedy)
-        described = None if tools is None else checks.tools("tools", tools)
-        variables = None if chat_template_kwargs is None else checks.variables("chat_template_kwargs", chat_template_kwargs)
-        text = self.tokenizer.render_chat(given, begun or going_on, described, variables, going_on)
-        return self.tokenizer.encode(checks.written("messages", text, "Hello"), add_special_tokens=False)
+        """The prompt ids of a conversation: see Prompts.chat_ids."""
+        return self.prompts.chat_ids(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Continue one prompt, with a chunk for each step that committed tokens. params: see `generate`. The request is
@@ -412,7 +404,7 @@ class LLM:
         streams and other calls may run at once, in any threads. Raises SettingError."""
         given = self.model.sampling if params is None else sampling_params("params", params)
         require(given.n == 1, "n", given.n, "a stream is of one completion; give 1, or use generate")
-        return self._chunks(self.owner.submit(self._requests(self._ids(checks.prompt("prompt", prompt)), given)))
+        return self._chunks(self.owner.submit(self._requests(self.prompts.ids(checks.prompt("prompt", prompt)), given)))
 
     def _chunks(self, stream: Stream) -> Iterator[Chunk]:
         (live,) = stream.live.values()
@@ -432,13 +424,7 @@ class LLM:
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
         """The request that `stream` would submit, for a caller that submits it to `owner` itself. Raises SettingError."""
         require(sampling_params("params", params).n == 1, "n", params.n, "give 1")
-        return self._requests(self._ids(checks.prompt("prompt", prompt)), params)[0]
-
-    def _ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-        """The token ids of a prompt."""
-        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
-        require(bool(ids), "prompt", prompt, "it has no tokens; give at least one, for instance 'Once upon a time'")
-        return ids
+        return self._requests(self.prompts.ids(checks.prompt("prompt", prompt)), params)[0]
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
@@ -448,39 +434,7 @@ class LLM:
         require(len(each) == count, "params", f"{len(each)} of them", remedy)
         return [sampling_params("params", one) for one in each]
 
-    def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """The token sequences of a bad word, with and without a space before it. Sequences with a token that the model lacks
-        are left out, since it never produces them."""
-        found = {tuple(self.tokenizer.encode(text, False, continues=True)) for text in (word, " " + word.lstrip())}
-        return [ids for ids in found if ids and max(ids) < self.model.target.vocab]
-
     def _requests(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
-        """The n requests of a prompt, each with its own seed, with all defaults filled in."""
-        engine, tokenizer = self.engine, self.tokenizer
-        left = engine.max_model_len - len(prompt)
-        speculation = engine.config.speculation
-        if params.prediction is not None and (speculation is None or speculation.method != "prediction"):
-            raise SettingError(
-                "prediction",
-                params.prediction[:20],
-                'this engine does not use it; start it with speculative_config "prediction"',
-            )
-        banned = params.banned_token_ids + tuple(ids for word in params.bad_words for ids in self._spellings(word))
-        stop = params.stop_token_ids + (() if params.ignore_eos else self.end_ids)
-        prediction = tuple(tokenizer.encode(params.prediction, add_special_tokens=False)) if params.prediction else ()
-        self._idle_drafter.asked(len(prompt), bool(prediction))
-        number = next(self._numbers)
-        seed = request_seed(engine.config.seed, number) if params.seed is None else params.seed
-        return [
-            Request(
-                id=f"{number}.{i}",
-                prompt_ids=prompt,
-                params=params,
-                max_tokens=max(left, 0) if params.max_tokens is None else params.max_tokens,
-                seed=seed if params.n == 1 else child_seed(seed, i),
-                stop_ids=tuple(dict.fromkeys(stop)),
-                banned=banned,
-                prediction=prediction,
-            )
-            for i in range(params.n)
-        ]
+        requests = self.prompts.requests(prompt, params)
+        self._idle_drafter.asked(len(prompt), bool(requests[0].prediction))
+        return requests

@@ -209,7 +209,7 @@ class Answerer:
         seed = int(share(s.answer_seed, f"turn {turn}", key) * 2**48)
         temperature = 0.0 if greedy else s.temperature
         params = SamplingParams(temperature=temperature, max_tokens=s.answer_tokens, seed=seed, detokenize=False)
-        return Request(name, tuple(talk.prompt), params, s.answer_tokens, seed, self._llm.end_ids)
+        return Request(name, tuple(talk.prompt), params, s.answer_tokens, seed, self._llm.prompts.limits.end_ids)
 
     def _prompted(self, talks: list[_Talk]) -> list[_Talk]:
         """The conversations with the ids of their next prompt, without those that are too long."""

@@ -11,23 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.seeds import FIRST, MASK, SECOND, STEP
+from forerun.seeds import child_seed as child_seed
+from forerun.seeds import mix_int as mix_int
+from forerun.seeds import request_seed as request_seed
+
 # Each number serves one decision: different purposes have different numbers.
 CHOOSE = 1  # the target's own token at a position
 ACCEPT = 2  # whether a drafted token with a probability is kept
 REDRAW = 3  # the target's token behind the kept ones
 DRAFT = 4  # the drafter's token
 
-_MASK = (1 << 64) - 1
-_STEP, _PURPOSE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_REQUEST = 0xA0761D6478BD642F  # keeps the seeds of requests apart from those of a request's sequences
+_PURPOSE = 0xD1342543DE82EF95
 _RUN = 256  # tokens in a run: draw_row first finds a run by the sums of runs, then a token in it
 _BLOCK_BITS = 32  # a position is below this many bits; the index in a block lies above them
 
 
 def signed(value: int) -> int:
     """The 64-bit two's complement of any int. Seeds may be negative or have more bits; tensors hold int64."""
-    return (value + (1 << 63) & _MASK) - (1 << 63)
+    return (value + (1 << 63) & MASK) - (1 << 63)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -36,23 +38,15 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * signed(_FIRST)
-    x = (x ^ _shift(x, 27)) * signed(_SECOND)
+    x = (x ^ _shift(x, 30)) * signed(FIRST)
+    x = (x ^ _shift(x, 27)) * signed(SECOND)
     return x ^ _shift(x, 31)
-
-
-def mix_int(x: int) -> int:
-    """The same mix on a Python int, 0 .. 2^64 - 1."""
-    x &= _MASK
-    x = (x ^ x >> 30) * _FIRST & _MASK
-    x = (x ^ x >> 27) * _SECOND & _MASK
-    return x ^ x >> 31
 
 
 def uniform(seed: Tensor, position: Tensor, purpose: int) -> Tensor:
     """Numbers uniform in (0,1), never 0 or 1, with 52 random bits; int64 tensors that broadcast -> float64."""
     state = _mix(seed + signed(purpose * _PURPOSE))
-    bits = _mix(state + (position + 1) * signed(_STEP))
+    bits = _mix(state + (position + 1) * signed(STEP))
     return (_shift(bits, 12).double() + 0.5) * 2.0**-52
 
 
@@ -65,17 +59,6 @@ def block_noise(seed: Tensor, start: Tensor, width: int, purpose: int) -> Tensor
     """
     index = torch.arange(width, dtype=torch.int64, device=seed.device)
     return uniform(seed[:, None], start[:, None] + (index << _BLOCK_BITS), purpose)
-
-
-def request_seed(seed: int, number: int) -> int:
-    """The seed of the request with this number (0, 1, ...) if it gives none, from the engine's seed. It is derived in another
-    way than child_seed, so that child_seed(request_seed(s, a), i) and child_seed(request_seed(s, b), j) differ."""
-    return mix_int(mix_int(seed + _REQUEST) + (number + 1) * _STEP) >> 1
-
-
-def child_seed(seed: int, i: int) -> int:
-    """The seed of sequence i of a request's n sequences. Sequence 0 has the request's seed, so it is the same for any n."""
-    return seed if i == 0 else mix_int(mix_int(seed) + i * _STEP) >> 1
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
