@@ -86,10 +86,13 @@ def test_drafts_are_kept() -> None:
     slot, size = torch.tensor([2, 0], device=DEVICE), torch.tensor([0, 3], device=DEVICE)
     tokens = torch.tensor([[1, 2, 3], [4, 5, 6]], device=DEVICE)
     draft, kept = torch.zeros(3, 5, dtype=torch.int64, device=DEVICE), torch.full((3,), 9, device=DEVICE)
-    cuda_heads.keep(slot, size, tokens, draft, kept)
+    survival, chances = torch.rand(2, 3, device=DEVICE), torch.ones(3, 5, device=DEVICE)
+    cuda_heads.keep(slot, size, tokens, survival, draft, kept, chances)
     assert draft.tolist() == [[4, 5, 6, 0, 0], [0] * 5, [1, 2, 3, 0, 0]] and kept.tolist() == [3, 9, 0]
-    cuda_heads.keep(slot, torch.zeros_like(size), tokens[:, :0], draft, kept)  # a drafter on the host that found nothing
+    # a drafter on the host that found nothing
+    cuda_heads.keep(slot, torch.zeros_like(size), tokens[:, :0], None, draft, kept, chances)
     assert kept.tolist() == [0, 9, 0] and draft.sum() == 21
+    assert torch.equal(chances[slot, :3], survival) and bool((chances[1] == 1).all() & (chances[:, 3:] == 1).all())
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3 mapped", "mtp"] if DEVICE == "cuda" else ["eagle3 mapped", "mtp"])

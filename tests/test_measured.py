@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from forerun.config import EngineConfig, Speculation
-from forerun.drafters import Drafter, Rows
+from forerun.drafters import Drafter, Needs, Rows, Stateless
 from forerun.drafters.measured import SURE, DeviceMeasured, Found, HostMeasured, Measured
 from forerun.drafters.table import TABLE, DrafterContext
-from forerun.engine.cycle import Key
+from forerun.engine.cycle import UNIFORM, Key
 from forerun.engine.engine import Engine
 from forerun.engine.state import RowState
+from forerun.engine.step import Committed, InFlight
 from forerun.heads.block import Block
 from forerun.heads.chain import Chain
 from forerun.models.decoder import KVCache, Target
@@ -220,6 +221,61 @@ def test_the_policy_leaves_passes_out_where_they_do_not_pay(target: Target, dear
         it._step.runner.cost = costs  # type: ignore[method-assign]
     ran = kinds_of_launches(it, list(range(40, 60)))
     assert ran[False] > 4 * ran[True] > 0 if dear else ran[False] < 4, ran
+
+
+class EveryOther(Stateless):
+    """Two of four rows draft the target's tokens and are sure of them; the other two are wrong. They change at every step."""
+
+    needs = Needs(device=True, skips=True)
+
+    def __init__(self, state: RowState, answers: dict[int, list[int]]) -> None:
+        self._state, self._answers, self._slots = state, answers, dict[int, list[int]]()
+        self.steps, self.confident = 0, True
+
+    def admit(self, slot: int, request: Request) -> None:
+        self._slots[slot] = self._answers[int(request.id)]
+
+    def propose(self, rows: Rows) -> Draft:
+        self.steps += 1
+        tokens, sure = torch.zeros(len(rows.slot), K, dtype=torch.int64), torch.zeros(len(rows.slot), K)
+        for i, (slot, size) in enumerate(zip(rows.slot.tolist(), rows.k.tolist(), strict=True)):
+            length, right = int(self._state.length[slot]), (slot + self.steps) % 2 == 0
+            behind = self._slots[slot][length : length + K] if size else []
+            tokens[i, : len(behind)] = torch.tensor(behind, dtype=torch.int64) + (not right)
+            sure[i] = (0.99 if right else 0.3) ** torch.arange(1, K + 1)
+        return Draft(tokens % 260, rows.k.clone(), None, sure if self.confident else None)
+
+
+@pytest.mark.parametrize("confident", [True, False])
+def test_rows_that_share_their_drafts_verify_the_likeliest_at_hand(target: Target, confident: bool) -> None:
+    """The host knows only drafts that were verified already, where the other two rows were sure."""
+    asked = [request(str(i), text, 40) for i, text in enumerate(prompts(4, 1, 260))]
+    right = {int(name): [*asked[int(name)].prompt_ids, *ids] for name, ids in plain(target, asked, True).items()}
+    speculation = Speculation("eagle3", K, model="given")
+    config = EngineConfig(max_model_len=200, max_num_seqs=4, kv_cache_tokens=1024, block_size=8, speculation=speculation)
+    drafters = list[EveryOther]()
+
+    def make(state: RowState, *_: Any) -> Drafter:
+        drafters.append(EveryOther(state, right))
+        drafters[0].confident = confident
+        return drafters[0]
+
+    it, drafted = Engine(target, config, make, NoText, padded=True), Counter[str]()
+    costs = lambda keys, context: [1.0 + key.width * (key.layout == UNIFORM) for key in keys]  # noqa: E731
+    it._step.runner.cost = costs  # type: ignore[method-assign]
+    layout: Any = it._step.layout
+    layout.shared = lambda rows: (2 * K,) if rows == 4 else ()
+    read = it._step.read
+
+    def spied(step: InFlight) -> Iterator[Committed]:
+        for one in read(step):
+            drafted.update(drafted=one.drafted, accepted=one.accepted)
+            yield one
+
+    it._step.read = spied  # type: ignore[method-assign]
+    run(it, asked)
+    assert drafted["drafted"] > 60
+    assert (drafted["accepted"] > 0.8 * drafted["drafted"]) is confident, drafted
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])

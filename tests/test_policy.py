@@ -7,11 +7,12 @@ import random
 from collections.abc import Callable, Sequence
 from math import nan
 
+import numpy as np
 import pytest
 
 from forerun.config import Speculation
 from forerun.engine.layouts import step_widths
-from forerun.engine.policy import PATIENCE, PRIOR, AcceptanceHistory, Offers, Policy
+from forerun.engine.policy import LEVELS, PATIENCE, PRIOR, AcceptanceHistory, Offers, Policy, Usual
 
 
 def rows(*rates: float, at_hand: Sequence[int | None] = ()) -> list[AcceptanceHistory]:
@@ -135,6 +136,28 @@ def test_shared_drafts_are_the_likeliest() -> None:
     for row in histories:
         row.at_hand = 0
     assert shape({3: 0.5}, [4, 3, 4, 4, 4])[:2] == (0, None), "at any cost"
+
+
+def test_what_drafts_usually_bring() -> None:
+    """Of one launch it is the sum of what each shape takes; launches of more rows count for more."""
+    rng, usual = np.random.default_rng(0), Usual()
+    assert not usual.known
+    drafts = rng.random((20, 5)).cumprod(1)
+    drafts[3, 2:], drafts[7] = 0, 0
+    usual.learn(np.where(drafts == drafts.max(), np.nan, drafts))  # an unknown chance counts as none
+    drafts[drafts == drafts.max()] = 0
+    assert usual.known
+    width, shared = [0, 3, 5, 9, 9], [-1, -1, -1, 12, 500]
+    likeliest = np.sort(drafts.ravel())[::-1]
+    want = [0.0, drafts[:, :3].sum(), drafts.sum(), likeliest[:12].sum(), drafts.sum()]
+    assert usual.gains(width, shared, 20) == pytest.approx(want, abs=12 / LEVELS)
+    assert usual.gains(width[:3], shared[:3], 20) == pytest.approx(want[:3])
+    assert usual.gains([5, 9], [-1, 6], 10) == pytest.approx([want[2] / 2, want[3] / 2], abs=12 / LEVELS), "half the rows"
+    usual.learn(np.zeros((0, 5)))
+    usual.learn(np.zeros((1, 5)))
+    assert usual.gains([5], [-1], 20)[0] == pytest.approx(want[2] * 12 / 13), "one more draft"
+    usual.learn(np.ones((36, 5)))
+    assert 3.75 < usual.gains([5], [-1], 1)[0] < 4, "36 drafts against what 12 count for"
 
 
 def test_the_widths_of_steps() -> None:

@@ -171,7 +171,7 @@ def share(target: Target, rows: Sequence[int] = (1, 8, 32), width: int = 4, cont
         cell["whole_us"] = step_ms(with_look_up, count, width, context) * 1e3
         cell["whole_without_look_up_us"] = step_ms(without, count, width, context) * 1e3
         it, s = with_look_up, with_look_up.state
-        parts = (s.tokens, s.length, s.limit, s.active, s.stop_ids, s.block_table, s.draft, s.draft_size)
+        parts = (s.tokens, s.length, s.limit, s.active, s.stop_ids, s.block_table, s.draft, s.draft_size, s.chances)
         pool = cuda_step.Pool(*parts)
         slot = torch.arange(count, device=DEVICE)
         size = torch.full((count,), width, device=DEVICE)

@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun.device import send
 from forerun.drafters import Drafter, Observed, Rows, Worth
 from forerun.engine.commit import commit, commit_on_host
+from forerun.engine.policy import LEVELS
 from forerun.engine.state import RowState
 from forerun.kernels import Batch, Kernels
 from forerun.models.decoder import KVCache, Target
@@ -34,7 +35,7 @@ NEXT_DRAFT = 4  # the column of Report.counts with the size of the next draft
 # The layouts of a launch, with the input of each row, [n,R] int64:
 EXACT = "exact"  # the host knows all lengths: slot, begin, pending, drafts, commits (1 or 0), drafts wanted for the next step
 UNIFORM = "uniform"  # each row has its last token and `width` drafts: slot, drafts at most
-SHARED = "shared"  # the rows share a number of drafts, the first rows first: slot, drafts at most
+SHARED = "shared"  # the rows share a number of drafts, the likeliest of those at hand: slot, drafts at most
 PROMPT = "prompt"  # chunks of prompts: slot, begin, count, commits (1: this chunk is the last, and the row gets a token)
 
 DRAWN = Features(sampled=True)  # features with which drafts are drawn where launches are captured
@@ -79,6 +80,19 @@ class Report(NamedTuple):
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
     confidence: Tensor | None = None
     cheap: Tensor | None = None
+
+
+def likeliest(chances: Tensor, size: Tensor, most: int) -> Tensor:
+    """How many of its drafts each row keeps, [B] int64, so that all rows together keep `most`: the likeliest, by their survival
+    in LEVELS steps. Of equal ones those of the first rows are kept. chances: [B,W], descending in each row; size: [B] int64."""
+    level = (chances * LEVELS).long().clamp(0, LEVELS - 1)
+    level = torch.where(torch.arange(chances.shape[1], device=size.device) < size[:, None], level, -2)  # -2: no draft
+    steps = torch.arange(LEVELS, device=size.device)[:, None, None]
+    last = ((level >= steps).sum((1, 2)) > most).sum()  # drafts of this level and above are all kept
+    sure = (level >= last).sum(1)
+    equal = (level == last - 1).sum(1)
+    room = most - sure.sum() - (equal.cumsum(0) - equal)
+    return sure + torch.minimum(equal, room.clamp(min=0))
 
 
 class Layout(NamedTuple):
@@ -211,8 +225,7 @@ class Cycle:
         state = self.state
         length, active = state.length[slot], state.active[slot]
         draft = self._cut(key, slot, k, length)
-        size = torch.where(active, draft.size, 0)
-        size = size - (size.cumsum(0) - (key.tokens - key.rows)).clamp(min=0).minimum(size)
+        size = likeliest(state.chances[slot, : key.width], torch.where(active, draft.size, 0), key.tokens - key.rows)
         draft = draft._replace(size=size)
         state.write_drafts(slot, draft.tokens)
         batch, row = self._end_to_end(key, slot, torch.where(active, length - 1, 0), size + 1)
@@ -342,6 +355,8 @@ class Cycle:
         state, width = self.state, draft.tokens.shape[1]
         state.draft[slot, :width] = draft.tokens
         state.draft_size[slot] = draft.size
+        if draft.confidence is not None:
+            state.chances[slot, :width] = draft.confidence
         if state.draft_probs is not None and draft.probs is not None:
             state.draft_probs[slot, :width] = draft.probs
 

@@ -8,6 +8,7 @@ from typing import cast
 from torch import Tensor
 
 from forerun.engine.cycle import GREEDY, Cycle, Key, Layout
+from forerun.engine.policy import LEVELS
 from forerun.kernels import Batch, cuda_heads, cuda_sampling, cuda_step
 from forerun.kernels.cuda import CudaKernels
 from forerun.types import Draft, Verdict
@@ -27,7 +28,8 @@ class FusedCycle(Cycle):
     @cached_property
     def _pool(self) -> cuda_step.Pool:
         s = self.state
-        return cuda_step.Pool(s.tokens, s.length, s.limit, s.active, s.stop_ids, s.block_table, s.draft, s.draft_size)
+        drafts = (s.draft, s.draft_size, s.chances)
+        return cuda_step.Pool(s.tokens, s.length, s.limit, s.active, s.stop_ids, s.block_table, *drafts)
 
     @cached_property
     def _filters(self) -> cuda_sampling.Filters:
@@ -51,7 +53,7 @@ class FusedCycle(Cycle):
     def lay_shared(self, key: Key, given: Tensor) -> Layout:
         slot, k = given
         embedding, drafts = self.target.weights.embedding, key.tokens - key.rows
-        laid = cuda_step.prepare_shared(self._pool, slot, k, embedding, key.width, drafts, self._triton.pdl)
+        laid = cuda_step.prepare_shared(self._pool, slot, k, embedding, key.width, drafts, LEVELS, self._triton.pdl)
         batch = Batch(laid.positions, laid.positions, laid.row_start, laid.table, None)
         return self._shared(key, slot, laid.owner, Draft(self.state.draft[:0], laid.size), batch, laid.x)
 
@@ -98,4 +100,5 @@ class FusedCycle(Cycle):
         if draft.probs is not None:
             super()._keep(slot, draft)
         else:
-            cuda_heads.keep(slot, draft.size, draft.tokens, self.state.draft, self.state.draft_size, self._triton.pdl)
+            s, new = self.state, (slot, draft.size, draft.tokens, draft.confidence)
+            cuda_heads.keep(*new, s.draft, s.draft_size, s.chances, self._triton.pdl)

@@ -12,12 +12,14 @@ from math import isnan
 from typing import NamedTuple, Protocol
 
 from forerun.drafters import Needs, Worth
-from forerun.engine.cycle import EXACT, GREEDY, PROMPT, Cycle, Key, decode_key
-from forerun.engine.policy import NEW, AcceptanceHistory, Choice, Offers, Policy
+from forerun.engine.cycle import EXACT, GREEDY, NEXT_DRAFT, PROMPT, Cycle, Key, Report, decode_key
+from forerun.engine.policy import LONGEST_PATIENCE, PATIENCE, RECENT, TRIED, AcceptanceHistory, Choice, Offers, Policy, Usual
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import PlanRow
 from forerun.engine.scheduler import Sequence as Live
 from forerun.verify.sampling import Features
+
+SLOW = 0.25  # weight of the last time that a drafter took in what it takes
 
 
 class Launch(NamedTuple):
@@ -38,6 +40,9 @@ class StepLayout(Protocol):
     def largest(self) -> list[Key]:
         """The launches that take most memory."""
 
+    def learn(self, report: Report, rows: int, passes: bool) -> None:
+        """A report has been read. rows: of it, without padding; passes: whether the launch made the drafter's passes."""
+
     def restart(self) -> None:
         """Forget what is remembered of the last step's rows."""
 
@@ -48,6 +53,9 @@ class BaseLayout:
     def __init__(self, cycle: Cycle, policy: Policy, runner: Runner) -> None:
         self.cycle, self.policy, self.runner = cycle, policy, runner
         self._asked: tuple[list[Live], tuple[Features, int]] = ([], (GREEDY, -1))
+
+    def learn(self, report: Report, rows: int, passes: bool) -> None:
+        """Nothing to do."""
 
     def restart(self) -> None:
         self._asked = ([], (GREEDY, -1))
@@ -84,7 +92,7 @@ class ExactLayout(BaseLayout):
         pending = [row.pending for row in rows]
         total = sum(pending)
         if self._passes and self.policy.adaptive:
-            self._drafting += NEW * (self.cycle.times.draft - self._drafting)
+            self._drafting += SLOW * (self.cycle.times.draft - self._drafting)
         drafts = self._drafts(commits, slot, total)
         wanted = self._wanted(commits)
         rest = [0] * (len(rows) - len(commits))
@@ -207,6 +215,19 @@ class PaddedLayout(BaseLayout):
         self._skips = needs.skips and policy.adaptive and cycle.width > 0
         self.cheap_widths = self.widths if needs.cheap else (0,)
         self._decoding: Decoding | None = None
+        self._made, self._found = Usual(), Usual()  # of drafts with passes and without
+        self._at_hand = True  # whether the drafts at hand took passes
+        self._idle, self._patience = 0, PATIENCE  # launches without passes, and after how many of them passes are tried
+
+    def learn(self, report: Report, rows: int, passes: bool) -> None:
+        if not self._skips or report.confidence is None:
+            return
+        counts = report.counts[:rows]
+        live = ((counts[:, NEXT_DRAFT] > 0) if passes else (counts[:, 0] > 0)).numpy()
+        if passes:
+            self._made.learn(report.confidence.numpy()[:rows][live], TRIED if self._idle else RECENT)
+        if report.cheap is not None:
+            self._found.learn(report.cheap.numpy()[:rows][live])
 
     def restart(self) -> None:
         super().restart()
@@ -224,27 +245,38 @@ class PaddedLayout(BaseLayout):
         if d is None or rows != d.rows:
             d = self._decoding = self._pad(rows)
         offer, k = 0, d.k
-        if len(d.offers) > 1:
+        if self._skips and len(d.offers) > 1:
+            offer = self._usual_best(d, self.runner.cost(d.offers, context_of(rows)))
+            self._at_hand = d.launches[offer].passes
+        elif len(d.offers) > 1:
             most = d.k[: len(rows)]
             survival = Policy.survival(d.histories, most)  # the histories are one step old
             seconds = self.runner.cost(d.offers, context_of(rows))
-            whole = Offers(d.widths, d.drafts, seconds)
-            begin, end = self._part(d, whole, most)
-            choice = self.policy.choose(whole.part(begin, end), survival, most)
-            offer, k = begin + choice.offer, choice.drafts + d.k[len(rows) :]
+            choice = self.policy.choose(Offers(d.widths, d.drafts, seconds), survival, most)
+            offer, k = choice.offer, choice.drafts + d.k[len(rows) :]
         return Launch(d.launches[offer], [d.slot, k], rows)
 
-    def _part(self, d: Decoding, offers: Offers, most: list[int]) -> tuple[int, int]:
-        """The offers to choose from: those with the drafter's passes, or those without. Passes are made if the rate that is
-        expected with them, in steps to come, is higher or not known."""
-        bounds = ((0, d.with_passes), (d.with_passes, len(d.offers)))
-        if d.with_passes == len(d.offers):
-            return bounds[0]
-        rates = []
-        for (begin, end), passes in zip(bounds, (True, False), strict=True):
-            expected = [history.expected(k, passes) for history, k in zip(d.histories, most, strict=True)]
-            rates.append(self.policy.choose(offers.part(begin, end), expected, most).rate)
-        return bounds[rates[0] < rates[1]]
+    def _usual_best(self, d: Decoding, seconds: list[float]) -> int:
+        """The offer with most expected tokens a second, by what drafts usually bring. Passes are made if the rate with them, in
+        steps to come, is higher or not known, and again after a while. Of the offers that do as decided, the best one for the
+        drafts at hand is taken, which took passes or not."""
+        rows, between = len(d.rows), d.with_passes
+        widest = max(i for i in range(between) if d.drafts[i] < 0)
+        if not self._made.known or isnan(seconds[0]) or isnan(seconds[widest]):
+            return widest
+        made, found = (usual.gains(d.widths, d.drafts, rows) for usual in (self._made, self._found))
+        _, rate = self.policy.best(made[:between], seconds[:between], rows)
+        _, other = self.policy.best(found[between:], seconds[between:], rows)
+        passes = rate >= other
+        if passes:
+            self._idle, self._patience = 0, PATIENCE
+        else:
+            self._idle += 1
+            if self._idle > self._patience:  # a launch shows what drafts would bring now
+                passes, self._idle, self._patience = True, 1, min(2 * self._patience, LONGEST_PATIENCE)
+        begin, end = (0, between) if passes else (between, len(d.offers))
+        gains = made if self._at_hand else found
+        return begin + self.policy.best(gains[begin:end], seconds[begin:end], rows)[0]
 
     def _pad(self, rows: list[PlanRow]) -> Decoding:
         """Pad decoding rows. The result is kept until a row is admitted, ends or comes near its limit."""

@@ -8,9 +8,10 @@ for all devices [goodput, Liu et al. 2406.14066]. It does not use torch.
 
 With the exact layout any number of positions is a shape, and the policy picks single draft tokens, the likeliest first. The
 drafter decides before each pass whether it pays (drafters/measured.py). With the padded layout few shapes are captured, and the
-policy picks one. It first decides whether the launch makes the drafter's passes, by what rows' drafts were expected to bring
-lately; then, of the launches that do as decided, it takes the best one for the drafts at hand. A step commits up to k + 1
-tokens, so k stays below the number of tokens that the request may still produce.
+policy picks one. It does not know the drafts that the launch will verify: the last report is of the launch before the last. So
+it goes by what drafts were expected to bring lately (Usual), and where rows share drafts the device takes the likeliest ones.
+It first decides whether the launch makes the drafter's passes, then takes the best of the launches that do as decided. A step
+commits up to k + 1 tokens, so k stays below the number of tokens that the request may still produce.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from itertools import accumulate, zip_longest
 from math import isfinite, isnan, nan
 from typing import NamedTuple
 
+import numpy as np
+
 from forerun.config import Speculation
 
 PRIOR = 0.5  # the acceptance rate of a new row
@@ -27,20 +30,19 @@ MEMORY = 0.5  # weight of the old rate when a draft has been verified
 OPTIMISTIC = 0.8  # the rate assumed for a row that has been idle for `patience` steps, so that drafting is tried again
 PATIENCE, LONGEST_PATIENCE = 32, 512  # the first and the longest patience: each trial without acceptance doubles it
 RETURN = 0.02  # share of the way back to the prior in a step that did not verify the row's draft
-NEW = 0.25  # weight of a new draft's confidence in what the next one is expected to bring
+RECENT = 12.0  # what drafts usually bring rests on so many drafts and those of the last launch
+TRIED = 3.0  # the same while passes are only tried now and then
+LEVELS = 64  # of survival, by which rows that share drafts are compared
 
 
 class AcceptanceHistory:
     """Acceptance of one row. at_hand: length of its next draft, None: unknown; confidence: that draft's survival probabilities,
-    None: the drafter gives none; rate: recent acceptance rate; idle: steps since its last verified draft. usual, cheap: the
-    survival probabilities that drafts had lately, and those of drafts without passes; None: not known yet."""
+    None: the drafter gives none; rate: recent acceptance rate; idle: steps since its last verified draft."""
 
-    __slots__ = ("at_hand", "cheap", "confidence", "idle", "patience", "rate", "usual")
+    __slots__ = ("at_hand", "confidence", "idle", "patience", "rate")
 
     def __init__(self) -> None:
         self.rate, self.idle, self.patience = PRIOR, PATIENCE, PATIENCE
-        self.usual: list[float] | None = None
-        self.cheap: list[float] | None = None
         self.forget_draft()
 
     def forget_draft(self) -> None:
@@ -57,16 +59,9 @@ class AcceptanceHistory:
         """Whether it is time to draft again, as no draft was verified for a while."""
         return self.idle >= self.patience
 
-    def learn(
-        self,
-        drafted: int,
-        accepted: int,
-        at_hand: int | None,
-        confidence: list[float] | None = None,
-        cheap: list[float] | None = None,
-    ) -> None:
-        """Record a step: draft tokens that it verified, how many of these it accepted, and of the next draft its length, its
-        survival probabilities, and those of the draft without passes."""
+    def learn(self, drafted: int, accepted: int, at_hand: int | None, confidence: list[float] | None = None) -> None:
+        """Record a step: draft tokens that it verified, how many of these it accepted, and of the next draft its length and its
+        survival probabilities."""
         if drafted:
             self.rate = MEMORY * self.rate + (1 - MEMORY) * accepted / drafted
             if accepted:
@@ -80,18 +75,44 @@ class AcceptanceHistory:
             self.idle += 1
             if self.waited and self.at_hand and self.confidence is not None:  # it was tried, and not worth verifying
                 self.idle, self.patience = 0, min(2 * self.patience, LONGEST_PATIENCE)
-        if confidence is not None and at_hand:
-            self.usual = _towards(self.usual, confidence)
-        if cheap is not None:
-            self.cheap = _towards(self.cheap, cheap)
         self.at_hand, self.confidence = at_hand, confidence
 
-    def expected(self, most: int, passes: bool) -> list[float]:
-        """The survival probabilities of the next draft that is made, with or without passes, cut to `most` tokens."""
-        usual = self.usual if passes else self.cheap or []
-        if passes and (usual is None or self.waited):
-            usual = [max(OPTIMISTIC**i, chance) for i, chance in enumerate(usual or [0.0] * most, 1)]
-        return (usual or [])[:most]
+
+class Usual:
+    """What drafts were expected to bring lately, over all rows: the mean survival by place, and how many drafted tokens of a
+    row had each survival. It outlives requests, so a new one starts with what is known of others."""
+
+    def __init__(self) -> None:
+        self.known = False
+        self._columns = np.zeros(1)  # [K+1], the sum of the first 0 .. K tokens' survival
+        self._levels = np.zeros((2, LEVELS))  # tokens of a row, and the sum of their survival, by level
+        self._likeliest = np.zeros((2, LEVELS + 1))  # the same summed from the highest level on
+
+    def learn(self, drafts: np.ndarray, recent: float = RECENT) -> None:
+        """drafts: [N,K], the survival of what N rows drafted, 0 behind its end; recent: drafts that the past counts for."""
+        drafts = np.nan_to_num(drafts, nan=0.0, posinf=0.0, neginf=0.0)
+        (count, width), there = drafts.shape, drafts.ravel()
+        if not count or not width:
+            return
+        level = np.clip((there * LEVELS).astype(np.int64), 0, LEVELS - 1)[there > 0]
+        there = there[there > 0]
+        levels = np.stack((np.bincount(level, None, LEVELS), np.bincount(level, there, LEVELS))) / count
+        columns = np.concatenate(([0.0], drafts.mean(0).cumsum()))
+        if self.known:
+            weight = count / (count + recent)
+            columns = self._columns + weight * (columns - self._columns)
+            levels = self._levels + weight * (levels - self._levels)
+        self.known, self._columns, self._levels = True, columns, levels
+        self._likeliest[:, 1:] = levels[:, ::-1].cumsum(1)
+
+    def gains(self, width: Sequence[int], drafts: Sequence[int], rows: int) -> list[float]:
+        """The expected accepted tokens of `rows` rows in each of these shapes, as in Offers."""
+        last, columns = len(self._columns) - 1, self._columns.tolist()
+        shared = np.interp([n / rows for n in drafts], *self._likeliest).tolist()
+        return [
+            rows * (columns[min(w, last)] if n < 0 else one) for w, n, one in zip(width, drafts, shared, strict=True)
+        ]  # fmt: skip
+
 
 
 class Offers(NamedTuple):
@@ -102,9 +123,6 @@ class Offers(NamedTuple):
     drafts: Sequence[int]
     seconds: Sequence[float]
 
-    def part(self, begin: int, end: int) -> Offers:
-        return Offers(self.width[begin:end], self.drafts[begin:end], self.seconds[begin:end])
-
 
 class Choice(NamedTuple):
     """offer: index of the chosen offer; drafts: how many each row verifies; rate: expected tokens a second, NaN: unknown."""
@@ -112,12 +130,6 @@ class Choice(NamedTuple):
     offer: int
     drafts: list[int]
     rate: float = nan
-
-
-def _towards(old: list[float] | None, new: list[float]) -> list[float]:
-    if old is None or len(old) != len(new):
-        return list(new)
-    return [a + NEW * (b - a) if isfinite(b) else a for a, b in zip(old, new, strict=True)]
 
 
 class Policy:
@@ -167,15 +179,25 @@ class Policy:
         if offers.drafts[-1] >= 0:
             ranked = sorted((chance for row in survival for chance in row if chance > 0), reverse=True)
         upright, likeliest = list(accumulate(columns, initial=0.0)), list(accumulate(ranked, initial=0.0))
-        best, highest = 0, 0.0
-        for i, (width, drafts, seconds) in enumerate(zip(*offers, strict=True)):
-            expected = upright[min(width, len(columns))] if drafts < 0 else likeliest[min(drafts, len(ranked))]
-            rate = (len(most) + expected) / seconds
-            if rate > highest:  # false for NaN
-                best, highest = i, rate
+        expected = [
+            upright[min(width, len(columns))] if drafts < 0 else likeliest[min(drafts, len(ranked))]
+            for width, drafts in zip(offers.width, offers.drafts, strict=True)
+        ]
+        best, highest = self.best(expected, offers.seconds, len(most))
         if offers.drafts[best] < 0:
             return Choice(best, list(most), highest)
         return Choice(best, self._likeliest(survival, ranked[: offers.drafts[best]]), highest)
+
+    @staticmethod
+    def best(expected: Sequence[float], seconds: Sequence[float], rows: int) -> tuple[int, float]:
+        """The shape with most expected tokens a second, and these. expected: accepted tokens of all rows; unknown seconds are
+        passed over."""
+        best, highest = 0, 0.0
+        for i, (gain, spent) in enumerate(zip(expected, seconds, strict=True)):
+            rate = (rows + gain) / spent
+            if rate > highest:  # false for NaN
+                best, highest = i, rate
+        return best, highest
 
     @staticmethod
     def _likeliest(survival: Sequence[Sequence[float]], taken: Sequence[float]) -> list[int]:

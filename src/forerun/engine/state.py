@@ -33,7 +33,8 @@ class Admission(NamedTuple):
 class RowState:
     """tokens: [S,L] int64; length: [S] int64, committed tokens; block_table: [S,P] int32; limit: [S] int64, the maximum length;
     stop_ids: [S,E] int64, padded with -1; active: [S] bool, whether a row commits; of the next draft: draft [S,K] int64,
-    draft_size [S] int64, draft_probs [S,K,V] float32 or None. dummy: the dummy slot."""
+    draft_size [S] int64, chances [S,K] float32, the survival of each of its tokens, 1 if the drafter gives none, draft_probs
+    [S,K,V] float32 or None. dummy: the dummy slot."""
 
     def __init__(
         self, slots: int, positions: int, pages: int, device: torch.device, width: int = 0, vocab: int | None = None
@@ -48,6 +49,7 @@ class RowState:
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
         self.draft = torch.zeros(slots, width, dtype=whole, device=device)
         self.draft_size = torch.zeros(slots, dtype=whole, device=device)
+        self.chances = torch.ones(slots, width, device=device)
         self.draft_probs = None if vocab is None else torch.zeros(slots, width, vocab, device=device)
         self.dummy = slots - 1
 

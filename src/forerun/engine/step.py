@@ -37,11 +37,12 @@ class Committed:
 
 
 class InFlight(NamedTuple):
-    """A step that was launched and not read. parts: rows with their reports; arrived: waits until these are on the host;
+    """A step that was launched and not read. parts: rows with their reports, and whether their next drafts
+    took passes; arrived: waits until these are on the host;
     unfinished: rows with an unfinished prompt, which commit nothing; times: host seconds of the launch."""
 
     rows: list[PlanRow]
-    parts: list[tuple[list[PlanRow], Report]]
+    parts: list[tuple[list[PlanRow], Report, bool]]
     unfinished: list[PlanRow]
     arrived: Callable[[], None]
     times: Times
@@ -109,7 +110,7 @@ class Step:
         exact = False
         for key, given, rows in self.layout.arrange(plan.rows):
             report = self.runner.run(key, given)
-            parts.append((rows, self._receive(report)))  # before the next launch, since graphs share their memory
+            parts.append((rows, self._receive(report), key.passes))  # before the next launch, since graphs share their memory
             exact = key.layout == EXACT
         unfinished = [row for row in plan.rows if not row.commits]
         resumed = [row.sequence.slot for row in unfinished if row.sequence.resumes(row)]
@@ -133,16 +134,16 @@ class Step:
         step.arrived()
         for row in step.unfinished:
             yield Committed(row, [], 0, 0, [])
-        for rows, report in step.parts:
+        for rows, report, passes in step.parts:
             tokens, columns = report.tokens.tolist(), report.counts.t().tolist()
             confidence = report.confidence.tolist() if report.confidence is not None else None
-            cheap = report.cheap.tolist() if report.cheap is not None else None
+            self.layout.learn(report, len(rows), passes)
             for i, (row, block, count, drafted, accepted, broken, found) in enumerate(
                 zip(rows, tokens, *columns, strict=False)
             ):
                 if self.cycle.width:
                     history = row.sequence.history
-                    history.learn(drafted, accepted, found, confidence and confidence[i], cheap and cheap[i])
+                    history.learn(drafted, accepted, found, confidence and confidence[i])
                 logprobs = self._logprobs(row, report, i, count) if report.logprobs is not None else []
                 yield Committed(row, block[:count], drafted, accepted, logprobs, broken > 0)
 

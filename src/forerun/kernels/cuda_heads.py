@@ -130,17 +130,27 @@ def pick(
 
 
 @triton.jit(do_not_specialize=["K", "S"])
-def keep_kernel(slots, size, tokens, draft, draft_size, K, S, KP: tl.constexpr, PDL: tl.constexpr):
+def keep_kernel(
+    slots, size, tokens, survival, draft, draft_size, chances, K, S, KP: tl.constexpr, SURE: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
     wait(PDL)
     slot = tl.load(slots + row)
     tl.store(draft + slot * S + k, tl.load(tokens + row * K + k, mask=k < K, other=0), mask=k < K)
+    if SURE:
+        tl.store(chances + slot * S + k, tl.load(survival + row * K + k, mask=k < K, other=0.0), mask=k < K)
     tl.store(draft_size + slot, tl.load(size + row))
 
 
-def keep(slot: Tensor, size: Tensor, tokens: Tensor, draft: Tensor, draft_size: Tensor, pdl: int = 0) -> None:
-    """Keep drafts for the next step. slot, size: [B]; tokens: [B,K] int64; draft: [S,>=K]; draft_size: [S]."""
+def keep(
+    slot: Tensor, size: Tensor, tokens: Tensor, survival: Tensor | None, draft: Tensor, draft_size: Tensor, chances: Tensor,
+    pdl: int = 0,
+) -> None:
+    """Keep drafts for the next step. slot, size: [B]; tokens: [B,K] int64; survival: [B,K] float32 or None; draft, chances:
+    [S,>=K]; draft_size: [S]."""
     rows, width = tokens.shape
-    given = (slot, size, tokens.contiguous(), draft, draft_size, width, draft.shape[1], power_of_two(max(width, 1)), pdl)
-    keep_kernel[(rows,)](*given, **launch_options(1, pdl))
+    sure = survival is not None
+    given = (slot, size, tokens.contiguous(), survival.contiguous() if survival is not None else chances)
+    tables = (draft, draft_size, chances, width, draft.shape[1], power_of_two(max(width, 1)), sure, pdl)
+    keep_kernel[(rows,)](*given, *tables, **launch_options(1, pdl))

@@ -32,7 +32,8 @@ UNROLLED = 8  # suffixes of up to this many tokens are compared without a loop
 class Pool(NamedTuple):
     """The state of S slots. tokens: [S,L] int64; length: [S] int64, committed tokens, at least 1; limit: [S] int64, the length
     at which a row ends; active: [S] bool, whether a row is active; stop_ids: [S,E] int64, padded with -1; block_table: [S,P]
-    int32; draft: [S,K] int64, the draft for the next step; draft_size: [S] int64. All are contiguous and written in place."""
+    int32; draft: [S,K] int64, the draft for the next step; draft_size: [S] int64; chances: [S,K] float32, the survival of each
+    of its tokens. All are contiguous and written in place."""
 
     tokens: Tensor
     length: Tensor
@@ -42,6 +43,7 @@ class Pool(NamedTuple):
     block_table: Tensor
     draft: Tensor
     draft_size: Tensor
+    chances: Tensor
 
 
 class Prepared(NamedTuple):
@@ -106,11 +108,25 @@ def prepare_kernel(
         tl.store(table + row * P + p, tl.load(block_table + slot * P + p, mask=(p < P) & is_active, other=0), mask=p < P)
 
 
+@triton.jit
+def _likeliest(level, most, LEVELS: tl.constexpr, STEPS: tl.constexpr):
+    """As likeliest in engine/cycle.py. level: [rows,tokens] int32, -2 where there is no draft; LEVELS: a power of two, of STEPS
+    binary digits."""
+    last = tl.zeros((), tl.int32)
+    for i in tl.static_range(STEPS):
+        above = tl.sum(tl.sum((level >= last + (LEVELS >> i) - 1).to(tl.int32), 1), 0)
+        last += tl.where(above > most, LEVELS >> i, 0)
+    sure = tl.sum((level >= last).to(tl.int32), 1)
+    equal = tl.sum((level == last - 1).to(tl.int32), 1)
+    room = most - tl.sum(sure, 0) - (tl.cumsum(equal, 0) - equal)
+    return sure + tl.minimum(equal, tl.maximum(room, 0))
+
+
 @triton.jit(do_not_specialize=["W", "D", "T", "L", "P", "K", "V"])
 def prepare_shared_kernel(
-    slots, k, tokens, length, limit, active, block_table, draft, draft_size, embedding, x, positions, table, size, row_start,
-    owner, W, D, T, L, P, K, V, ROWS: tl.constexpr, LANES: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, RUN: tl.constexpr,
-    PDL: tl.constexpr,
+    slots, k, tokens, length, limit, active, block_table, draft, draft_size, chances, embedding, x, positions, table, size,
+    row_start, owner, W, D, T, L, P, K, V, ROWS: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, LEVELS: tl.constexpr,
+    STEPS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program for each of T tokens and, in each row, for each RUN pages of its block table. Every program works out by
     itself how many drafts each row has."""
@@ -124,7 +140,11 @@ def prepare_shared_kernel(
     most = tl.minimum(tl.load(draft_size + slot, mask=there, other=0), tl.load(k + r, mask=there, other=0))
     most = tl.minimum(tl.minimum(most, tl.load(limit + slot, mask=there, other=0) - end - 1), W)
     most = tl.where(is_active, tl.maximum(most, 0), 0)
-    kept = most - tl.minimum(tl.maximum(tl.cumsum(most, 0) - D, 0), most)
+    i = tl.arange(0, KP)
+    drafted = i[None, :] < most[:, None]
+    chance = tl.load(chances + slot[:, None] * K + i[None, :], mask=drafted, other=0.0)
+    level = tl.minimum(tl.maximum((chance * LEVELS).to(tl.int32), 0), LEVELS - 1)
+    kept = _likeliest(tl.where(drafted, level, -2), D, LEVELS, STEPS).to(tl.int64)
     start = r + tl.cumsum(kept, 0) - kept
     if at < T:
         mine = there & (start <= at) & (at <= start + kept)
@@ -288,10 +308,11 @@ def prepare(pool: Pool, slot: Tensor, k: Tensor, embedding: Matrix, width: int, 
 
 
 def prepare_shared(
-    pool: Pool, slot: Tensor, k: Tensor, embedding: Matrix, width: int, drafts: int, pdl: int = 0
+    pool: Pool, slot: Tensor, k: Tensor, embedding: Matrix, width: int, drafts: int, levels: int, pdl: int = 0
 ) -> Shared:
-    """`prepare` for rows that share `drafts` drafts. They are given to the first row, then to the next, at most `width` to a
-    row. The rows' tokens lie one after the other, with padding behind them up to rows + drafts tokens."""
+    """`prepare` for rows that share `drafts` drafts, at most `width` to a row: the likeliest of those at hand, compared in
+    `levels` steps, a power of two (engine/cycle.py). The rows' tokens lie one after the other, with padding behind them up to
+    rows + drafts tokens."""
     rows, (_, pages) = len(slot), pool.block_table.shape
     values = embedding.values
     vocab, hidden = values.shape
@@ -302,9 +323,9 @@ def prepare_shared(
     )
     run = min(TABLE_RUN, power_of_two(pages))
     prepare_shared_kernel[(total + rows * triton.cdiv(pages, run),)](
-        slot, k, pool.tokens, pool.length, pool.limit, pool.active, pool.block_table, pool.draft, pool.draft_size, values,
-        *out, width, drafts, total, pool.tokens.shape[1], pages, pool.draft.shape[1], vocab, rows, power_of_two(rows), hidden,
-        power_of_two(hidden), run, pdl, **launch_options(4, pdl),
+        slot, k, pool.tokens, pool.length, pool.limit, pool.active, pool.block_table, pool.draft, pool.draft_size, pool.chances,
+        values, *out, width, drafts, total, pool.tokens.shape[1], pages, pool.draft.shape[1], vocab, rows, power_of_two(rows),
+        power_of_two(width), levels, levels.bit_length(), hidden, power_of_two(hidden), run, pdl, **launch_options(4, pdl),
     )
     return out
 
