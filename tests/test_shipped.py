@@ -117,6 +117,8 @@ def test_the_arms_of_a_comparison(here: Path) -> None:
     names = ["baseline", "ngram k=4", "suffix", "draft_model k=4", "eagle3 k=4", "mtp k=4", "dflash k=7"]
     assert command.arm_names(Options()) == names
     assert command.arm_names(Options(model="owner/other")) == names[:3]
+    with pytest.raises(SettingError, match="none comes with Forerun for the target owner/other"):  # before it is fetched
+        command.arm_names(Options(model="owner/other", arms=("eagle3",)))
     (both,) = arms.parse(("eagle3+ngram",))
     assert both.name == "eagle3+ngram k=4" and both.settings is not None
     assert [both.settings[f"prompt_lookup_{end}"] for end in ("min", "max")] == [2, 5]
@@ -127,6 +129,21 @@ def test_the_arms_of_a_comparison(here: Path) -> None:
     for name in NEED:  # a server has no drafters of its own
         with pytest.raises(SettingError, match="needs the drafter's path or id"):
             command.served_arms((name,))
+
+
+def test_a_comparison_has_all_of_them(here: Path, target: LoadedModel, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    options = ["--tasks", "explain", "-r", "1", "-n", "6", "--warmups", "0", "--dtype", "float32", "-o", str(record)]
+    done = CliRunner().invoke(app, ["bench", "-m", str(target.folder), *options])
+    assert done.exit_code == 0, done.output
+    found = json.loads(record.read_text())
+    drafting = {arm["name"]: arm["speculation"] for arm in found["settings"]["arms"] if arm["speculation"]}
+    models = {name: of["model"] for name, of in drafting.items() if "model" in of}
+    assert models == {
+        "draft_model k=4": f"{TARGET}/draft", "eagle3 k=4": f"{TARGET}/eagle3", "mtp k=4": f"{TARGET}/mtp",
+        "dflash k=7": f"{TARGET}/dflash",
+    }  # fmt: skip
+    assert {arm for arm in ("baseline", "suffix", *models)} <= {batch["arm"] for batch in found["batches"]}
 
 
 def test_they_are_listed(here: Path) -> None:

@@ -41,7 +41,8 @@ from forerun.bench.workloads import tasks as workloads
 from forerun.bench.workloads import traces
 from forerun.bench.workloads.tasks import Prompt, Task
 from forerun.checks import LARGEST, SettingError, Whole, require, whole
-from forerun.config import MOST_SEQUENCES, needs_model
+from forerun.config import MOST_SEQUENCES, Speculation, needs_model
+from forerun.models import shipped
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -153,13 +154,18 @@ def described(subject: Subject, options: Options, plan: Plan) -> Subject:
 
 def _arms(options: Options) -> tuple[str, ...]:
     """The texts of the arms of the engine in this process."""
-    from forerun.models import hub
-
-    return options.arms or arms.default(options.model or hub.DEFAULT)
+    return options.arms or arms.default(options.model or shipped.TARGET)
 
 
 def _candidates(options: Options) -> tuple[Arm, ...]:
-    return arms.parse(_arms(options))
+    """The arms of the engine in this process, with the drafters that come with Forerun by their names. Raises SettingError for
+    an arm that needs a drafter which is not given."""
+    return tuple(_with_drafter(arm, options.model or shipped.TARGET) for arm in arms.parse(_arms(options)))
+
+
+def _with_drafter(arm: Arm, model: str) -> Arm:
+    speculation = shipped.chosen(Speculation.parse(arm.settings), model)
+    return arm if speculation is None else dataclasses.replace(arm, settings=speculation.effective())
 
 
 def _embedded(options: Options, plan: Plan) -> Subject:
