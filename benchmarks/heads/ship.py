@@ -48,7 +48,7 @@ LICENCES = {
     "networkx": "BSD-3-Clause", "sympy": "BSD-3-Clause", "scipy": "BSD-3-Clause", "pip": "MIT", "setuptools": "MIT",
     "rich": "MIT", "pydantic": "MIT", "jinja2": "BSD-3-Clause",
 }  # fmt: skip
-DEFAULTS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "feature_memory": None}  # told if they differ
+DEFAULTS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}  # told if they differ
 NOT_READ = {  # settings of training that a method does not read
     "eagle3": ("pace", "anchors", "noise"), "mtp": ("pace", "anchors", "noise"), "dflash": ("unroll", "noise"),
     "draft_model": ("pace", "anchors", "noise", "unroll", "fade"),
@@ -155,7 +155,8 @@ def data(asked: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]) -> list
 
 def recipe(method: str, found: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
     """The section about the training."""
-    settings = {k: v for k, v in found["settings"].items() if k not in NOT_READ[method] and v != DEFAULTS.get(k, ...)}
+    left_out = {*NOT_READ[method], "feature_memory"}
+    settings = {k: v for k, v in found["settings"].items() if k not in left_out and v is not None and v != DEFAULTS.get(k, ...)}
     settings |= {name: value for name, value in found.get("shape", {}).items()}
     rows = {"steps": found["steps"], "tokens of a step": round(found["tokens_per_step"])}
     rows |= {k.replace("_", " "): v for k, v in settings.items() if k not in ("steps", "tokens", "seed")}
