@@ -20,7 +20,7 @@ from forerun.heads import loading as heads
 from forerun.heads import saving
 from forerun.heads.config import HeadConfig
 from forerun.llm import LLM, LoadedModel
-from forerun.models import gguf_writer, shipped
+from forerun.models import gguf_writer, hub, shipped
 from forerun.train.shape import Shape, drafter
 from forerun.types import SamplingParams, SettingError
 from tests.test_loading import write_gguf
@@ -152,6 +152,8 @@ def test_they_are_listed(here: Path) -> None:
         one = listed[f"{TARGET}/{name}"]
         assert one["method"] == method and one["folder"] == str(here / name)
         assert one["bytes"] == sum(file.stat().st_size for file in (here / name).iterdir())
+    hub.resolve(f"{TARGET}/draft", lambda line: None)
+    assert {one["name"] for one in json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)} == set(listed)
     assert f"{TARGET}/eagle3" in CliRunner().invoke(app, ["models"], env={"COLUMNS": "200"}).stdout
 
 

@@ -93,9 +93,11 @@ def models() -> list[Known]:
     `resolve` takes each of them by its name."""
     found = {DEFAULT: Known(DEFAULT, None, 0)}
     for name, folder in _made().items():
-        if _whole(folder):
-            files = {*folder.iterdir(), *manifest.read(folder).files}
-            found[name] = Known(name, folder, sum(f.stat().st_size for f in files))
+        if not _whole(folder):
+            continue
+        stored = manifest.read(folder).files
+        if not stored[0].is_relative_to(shipped.ROOT.resolve()):  # shipped.drafters lists these
+            found[name] = Known(name, folder, sum(f.stat().st_size for f in {*folder.iterdir(), *stored}))
     return [*found.values(), *_in_hugging_face_cache()]
 
 
