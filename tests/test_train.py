@@ -46,7 +46,8 @@ def few(target: Target) -> Samples:
 
 
 def trainer(target: Target, kind: str, given: Samples, **settings: object) -> Trainer:
-    return Trainer(target, head_config(target, kind), given, given, Settings(**{"tokens": 128, "unroll": 4} | settings))
+    whole = {"tokens": 128, "unroll": 4, "optimizer": "adamw", "rate": 1e-3} | settings
+    return Trainer(target, head_config(target, kind), given, given, Settings(**whole))
 
 
 def tables(it: Trainer) -> tuple[Tensor, Tensor]:
@@ -198,7 +199,7 @@ def test_a_draft_model_begins_where_another_ended(target: Target, few: Samples) 
     weights = first.weights()
     assert isinstance(weights, Weights)
     initial = dict(loading.parts(head_config(target, "draft"), weights))
-    second = Trainer(target, head_config(target, "draft"), few, None, Settings(tokens=128, seed=5), initial)
+    second = Trainer(target, head_config(target, "draft"), few, None, Settings(tokens=128, seed=5, optimizer="adamw"), initial)
     assert torch.equal(first.parameters.master, second.parameters.master)
     with pytest.raises(SettingError, match="give 280"):
         Trainer(target, replace(head_config(target, "draft"), vocab_size=50), few)

@@ -33,8 +33,8 @@ class Settings:
 
     steps: int = setting(1000, Whole(1, MOST, 1000))
     tokens: int = setting(15360, Whole(64, MOST, 15360))
-    optimizer: str = setting("adamw", Choice(OPTIMIZERS))
-    rate: float = setting(1e-3, Number(0, 1, 1e-3, above=True))
+    optimizer: str = setting("muon", Choice(OPTIMIZERS))
+    rate: float = setting(2e-3, Number(0, 1, 2e-3, above=True))
     warm_up: float = setting(0.03, Number(0, 1, 0.03))
     final: float = setting(0.0, Number(0, 1, 0.0))
     beta1: float = setting(0.9, Number(0, 1, 0.9))
