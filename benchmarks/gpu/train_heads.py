@@ -17,14 +17,16 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from harness import CUDA, DEVICE, Record, release, synchronize
+from safetensors.torch import load_file, save_file
 
 from forerun.llm import LLM
 from forerun.train import answers as making
@@ -164,28 +166,62 @@ def bring(folder: Path, to: Path) -> None:
             (to / (file.name if len(pieces) == 1 else f"{file.name}.{i:02}")).write_bytes(piece)
 
 
-def measure(model: Any, work: Path, tasks: dict[str, list[list[int]]], rows: list[int], tokens: int) -> list[dict[str, Any]]:
-    """Batches of as many requests as rows, prompts in turn; each arm in turn on each task, twice; the second counts."""
-    arms: list[tuple[str, Any]] = [("plain", None)]
-    arms.append(("ngram k=4", {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}))
+class Arm(NamedTuple):
+    """What is measured: a speculative config, always whole drafts or those that pay, a temperature."""
+
+    name: str
+    config: dict[str, Any] | None = None
+    whole: bool = False
+    temperature: float = 0.0
+
+
+def arms(work: Path) -> list[Arm]:
+    """Plain decoding, n-gram, the heads in a folder, each with whole drafts and with drawn ones too, EAGLE-3 with more tokens
+    and beside n-gram, and an EAGLE-3 head that is never right."""
+    ngram = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    found = [Arm("plain"), Arm("plain, T=0.7", None, False, 0.7)]
+    found.append(Arm("ngram k=4", {"method": "ngram", "num_speculative_tokens": 4} | ngram))
     for method in ("eagle3", "mtp", "dflash", "draft_model"):
-        if (work / method).is_dir():
-            own = {"method": method, "model": str(work / method), "num_speculative_tokens": DRAFTS[method]}
-            arms.append((f"{method} k={DRAFTS[method]}", own))
-            if method == "eagle3":
-                arms.append(("eagle3 and ngram k=4", own | {"prompt_lookup_min": 2, "prompt_lookup_max": 5}))
-                arms.append(("eagle3 k=4, fixed", own))
-            arms.append((f"{method} k={DRAFTS[method]}, drawn, fixed", own | {"draft_sample_method": "probabilistic"}))
+        if not (work / method).is_dir():
+            continue
+        own, k = {"method": method, "model": str(work / method)}, DRAFTS[method]
+        first = own | {"num_speculative_tokens": k}
+        found += [Arm(f"{method} k={k}", first), Arm(f"{method} k={k}, fixed", first, True)]
+        found += [Arm(f"{method} k={k}, T=0.7", first, False, 0.7)]
+        found += [Arm(f"{method} k={k}, drawn, fixed", first | {"draft_sample_method": "probabilistic"}, True, 0.7)]
+        if method == "eagle3":
+            more = own | {"num_speculative_tokens": 7}
+            found += [Arm("eagle3 and ngram k=4", first | ngram), Arm("eagle3 k=7", more)]
+            found += [Arm("eagle3 and ngram k=7", more | ngram), Arm("wrong k=4", first | {"model": str(wrong(work))})]
+    return found
+
+
+def wrong(work: Path) -> Path:
+    """A folder with the EAGLE-3 head whose layer is random, so that its drafts are hardly ever accepted."""
+    folder, draw = work / "wrong", torch.Generator().manual_seed(0)
+    shutil.copytree(work / "eagle3", folder, dirs_exist_ok=True)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.ndim == 2 and not name.startswith("lm_head"):
+                tensors[name] = (torch.randn(tensor.shape, generator=draw) * float(tensor.float().std())).to(tensor.dtype)
+        save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def measure(
+    model: Any, work: Path, tasks: dict[str, list[list[int]]], rows: list[int], tokens: int, only: list[str]
+) -> list[dict[str, Any]]:
+    """Batches of as many requests as rows, prompts in turn; each arm in turn on each task, twice; the second counts."""
     found = []
-    for name, config in arms:
-        fixed, drawn = name.endswith("fixed"), "drawn" in name
+    for arm in [one for one in arms(work) if not only or one.name in only]:
         llm = LLM(
-            model, speculative_config=config, max_num_seqs=max(rows), max_model_len=2048, kv_cache_tokens=max(rows) * 2048,
-            adaptive_drafts=not fixed,
+            model, speculative_config=arm.config, max_num_seqs=max(rows), max_model_len=2048, kv_cache_tokens=max(rows) * 2048,
+            adaptive_drafts=not arm.whole,
         )  # fmt: skip
+        params = SamplingParams(temperature=arm.temperature, max_tokens=tokens, seed=0, ignore_eos=False)
         for task, prompts in tasks.items():
-            for count in rows[:1] if drawn else rows:
-                params = SamplingParams(temperature=0.7 if drawn else 0, max_tokens=tokens, seed=0, ignore_eos=False)
+            for count in rows:
                 batches = [prompts[i : i + count] for i in range(0, len(prompts) - count + 1, count)][: 24 if count == 1 else 2]
                 for part in (batches[:1], batches):  # the first is warm-up
                     llm.clear_prefix_cache()
@@ -200,11 +236,11 @@ def measure(model: Any, work: Path, tasks: dict[str, list[list[int]]], rows: lis
                         each += [(len(o.token_ids), o.completions[0].stats.steps) for o in outputs]
                 drafts = llm.stats.drafts
                 found.append({
-                    "arm": name, "task": task, "rows": count, "tokens_per_s": made / spent, "tokens": made, "seconds": spent,
-                    "requests": each, "steps": drafts.steps, "drafted": drafts.drafted, "accepted": drafts.accepted,
-                    "acceptance_length": drafts.acceptance_length,
+                    "arm": arm.name, "task": task, "rows": count, "tokens_per_s": made / spent, "tokens": made,
+                    "seconds": spent, "requests": each, "steps": drafts.steps, "drafted": drafts.drafted,
+                    "accepted": drafts.accepted, "acceptance_length": drafts.acceptance_length,
                 })  # fmt: skip
-                print(name, task, count, f"{made / spent:.0f} tokens/s", drafts.acceptance_length, flush=True)
+                print(arm.name, task, count, f"{made / spent:.0f} tokens/s", round(drafts.acceptance_length, 3), flush=True)
         del llm
         release()
     return found
@@ -220,6 +256,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=float, default=0.01)
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--arms", default="", help="names of arms to measure, with ; in between; all by default")
     parser.add_argument("--step-tokens", type=int, default=15360)
     given = parser.parse_args()
     for folder in (given.work, given.out):
@@ -236,9 +273,10 @@ def main() -> None:
         model = model or LLM.load(given.gguf, "bfloat16" if CUDA else "auto", DEVICE.type)
         if phase == "measure":
             tasks, rows = json.loads(given.tasks.read_text()), [int(n) for n in given.rows.split(",")]
+            only = [name for name in given.arms.split(";") if name]
             kept.clear()
             release()
-            record.part(phase, lambda: measure(model, given.work, tasks, rows, given.tokens))  # noqa: B023
+            record.part(phase, lambda: measure(model, given.work, tasks, rows, given.tokens, only))  # noqa: B023
         else:
             record.part(name, lambda: train(model, phase, given, kept))  # noqa: B023
 
