@@ -31,6 +31,10 @@ class SettingError(ValueError):
         super().__init__(f"{name}={shown(value)}: {remedy}")
         self.name, self.value, self.remedy = name, value, remedy
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, which would otherwise call the class with the message alone."""
+        return type(self), (self.name, self.value, self.remedy)
+
 
 class LoadError(SettingError):
     """A file of a model that cannot be used. The message names the file and the fault."""

@@ -137,6 +137,13 @@ def load_head(speculation: Speculation, loaded: LoadedModel) -> Chain | Block:
     return loading.load(folder, layouts.read_config(folder, speculation.method, target.config), target)
 
 
+def in_turn(group: Sequence[Request], config: EngineConfig) -> tuple[Sequence[Request], Sequence[Request]]:
+    """Of the n requests of a prompt, those to submit at once, and those to submit when the first has a token. By then the
+    prompt is in the prefix cache, so it is computed once and not n times."""
+    shares = config.enable_prefix_caching and len(group[0].prompt_ids) > config.block_size
+    return (group[:1], group[1:]) if shares else (group, ())
+
+
 class _Growing:
     """A completion that has not ended yet."""
 
@@ -320,8 +327,9 @@ class LLM:
         require(usable, "progress", progress, "give a function of two numbers, for instance print")
         requests = [self._requests(prompt, p) for prompt, p in zip(texts, each, strict=True)]
         start = time.perf_counter()
-        first, later = self._in_turn(requests)
-        stream = self.owner.submit(first)
+        turns = [in_turn(group, self.engine.config) for group in requests]
+        later = {first[0].id: rest for first, rest in turns}
+        stream = self.owner.submit([request for first, _ in turns for request in first])
         growing = {name: _Growing(live, start) for name, live in stream.live.items()}
         produced = finished = 0
         try:
@@ -341,18 +349,6 @@ class LLM:
             stream.close()
         self._idle_drafter.ended(self.stats.drafts)
         return [Output(group[0].prompt_ids, tuple(growing[r.id].done() for r in group)) for group in requests]
-
-    def _in_turn(self, groups: Sequence[Sequence[Request]]) -> tuple[list[Request], dict[str, Sequence[Request]]]:
-        """The requests to submit at once, and by the id of a prompt's first request those to submit when it has a token. By
-        then the prompt is in the prefix cache, so it is computed once and not n times."""
-        config = self.engine.config
-        first: list[Request] = []
-        later: dict[str, Sequence[Request]] = {}
-        for group in groups:
-            shares = config.enable_prefix_caching and len(group[0].prompt_ids) > config.block_size
-            first += group[:1] if shares else group
-            later[group[0].id] = group[1:] if shares else ()
-        return first, later
 
     def chat(
         self,

@@ -14,8 +14,9 @@ from forerun.config import DEVICE, DTYPE, QUANTIZATION
 
 MODEL, SAMPLING, SPECULATION, ENGINE = "Model", "Sampling", "Speculation", "Engine"
 RUN, LOAD, SERVERS, OUTPUT = "Run", "Load and prompts", "Servers", "Output"
+SERVER, LIMITS = "Server", "Limits"
 DATA, SHAPE, TRAINING, EVALUATION = "Data", "Shape", "Training", "Evaluation"
-PANELS = (MODEL, SAMPLING, SPECULATION, ENGINE, DATA, SHAPE, TRAINING, EVALUATION, RUN, LOAD, SERVERS, OUTPUT)
+PANELS = (MODEL, SAMPLING, SPECULATION, ENGINE, DATA, SHAPE, TRAINING, EVALUATION, RUN, LOAD, SERVERS, SERVER, LIMITS, OUTPUT)
 """The headings in a command's help, in their order."""
 
 

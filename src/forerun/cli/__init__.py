@@ -19,7 +19,7 @@ from forerun.cli.parameters import command
 
 __all__ = ["BROKEN", "COMMANDS", "INTERRUPTED", "UNANSWERED", "UNUSABLE", "app", "main"]
 
-COMMANDS = ("generate", "bench", "report", "train", "models")
+COMMANDS = ("generate", "serve", "bench", "report", "train", "models")
 
 app = typer.Typer(
     name="forerun",
@@ -29,7 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Lossless speculative decoding, and measurements of whether it pays.\n\n"
     "`forerun bench` answers the question on this machine within five minutes, and `forerun report` shows the answer again; "
-    "`forerun generate` continues a text; `forerun train` trains a drafter; `forerun models` lists the models on this machine.",
+    "`forerun generate` continues a text; `forerun serve` answers over HTTP; `forerun train` trains a drafter; "
+    "`forerun models` lists the models on this machine.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -322,6 +322,11 @@ class Engine:
         """Whether a request is under way or an event was not returned yet."""
         return bool(self._live or self._events)
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """The numbers of running and of waiting requests."""
+        return len(self.scheduler.running), len(self.scheduler.waiting)
+
     def step(self) -> list[Event]:
         """Launch one step of all running requests and read the step that is due. Return an event for each request in it.
 
@@ -410,7 +415,8 @@ class Engine:
         return step.times._replace(draft=step.times.draft + seconds)
 
     def _admit(self, sequence: Sequence) -> None:
-        sequence.admitted_at = sequence.admitted_at or time.perf_counter()
+        if not sequence.admitted_at:
+            sequence.admitted_at, sequence.cached = time.perf_counter(), sequence.computed
         self.stats.cached_tokens += sequence.computed
         self._step.admit(sequence)
 

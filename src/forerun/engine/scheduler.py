@@ -31,7 +31,8 @@ class Sequence:
     often it left a slot; in_flight: steps in flight that commit tokens for it; max_in_flight: the most tokens they commit;
     computed: positions with keys and values once all launched steps are done; settled: those computed by steps that were read;
     serial, published: its last page in the prefix cache, and how many it has there; mapped: how many of its pages are in the
-    slot's block table; row: its part in its last decode step; admitted_at: when it first got a slot (perf_counter seconds)."""
+    slot's block table; row: its part in its last decode step; admitted_at: when it first got a slot (perf_counter seconds);
+    cached: tokens of its prompt that were in the prefix cache then."""
 
     request: Request
     ids: list[int]
@@ -50,6 +51,7 @@ class Sequence:
     mapped: int = 0
     row: PlanRow | None = None
     admitted_at: float = 0.0
+    cached: int = 0
     stats: DraftStats = field(default_factory=DraftStats)
     history: AcceptanceHistory = field(default_factory=AcceptanceHistory)
 

@@ -1,0 +1,253 @@
+"""The answers of the server in OpenAI's forms: from the events of some requests to one object, or to the events of a stream."""
+
+from __future__ import annotations
+
+import codecs
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from forerun.models.tokenizer import Tokenizer
+from forerun.server.messages import Ended
+from forerun.server.schemas import ChatRequest, CompletionRequest, Sampling
+from forerun.types import Event, FinishReason, Logprob, Request
+
+LOWEST = -9999.0  # in place of -inf, which JSON lacks
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the longest common subsequence, by the bit-parallel method of Hyyrö (2004). A token of `one` is a bit."""
+    places: dict[int, int] = {}
+    for i, token in enumerate(one):
+        places[token] = places.get(token, 0) | 1 << i
+    mask = row = (1 << len(one)) - 1
+    for token in other:
+        here = row & places.get(token, 0)
+        row = ((row + here) | (row - here)) & mask
+    return len(one) - row.bit_count()
+
+
+class Piece:
+    """What some events add to a choice."""
+
+    __slots__ = ("logprobs", "reason", "text", "tokens")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: tuple[int, ...] = ()
+        self.logprobs: tuple[Logprob, ...] = ()
+        self.reason: FinishReason | None = None
+
+    def take(self, event: Event) -> None:
+        self.text += event.text
+        self.tokens += event.tokens
+        self.logprobs += event.logprobs
+        self.reason = event.finish_reason
+
+    def add(self, other: Piece) -> None:
+        self.text += other.text
+        self.tokens += other.tokens
+        self.logprobs += other.logprobs
+        self.reason = other.reason
+
+
+class Choice:
+    """A continuation of a prompt, and what is known of it so far."""
+
+    def __init__(self, index: int, request: Request, counts_prompt: bool) -> None:
+        """counts_prompt: whether usage counts its prompt; of n choices the first one does."""
+        self.index, self.request, self.counts_prompt = index, request, counts_prompt
+        self.produced = 0
+        self.tokens: list[int] = []  # kept for requests with a prediction
+        self.ended: Ended | None = None
+        self.begun = False
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0  # characters of its tokens so far
+
+    def note(self, event: Event, ended: Ended | None) -> None:
+        self.produced += len(event.tokens)
+        if self.request.prediction:
+            self.tokens += event.tokens
+        self.ended = ended or self.ended
+
+    def offsets(self, data: Sequence[bytes]) -> list[int]:
+        """Where the texts of these tokens begin, in characters."""
+        found = []
+        for one in data:
+            found.append(self._offset)
+            self._offset += len(self._decoder.decode(one))
+        return found
+
+
+class RequestError(Exception):
+    """A request failed in the engine."""
+
+
+class Reply:
+    """kind: the object's name; chunk_kind: that of an event of a stream."""
+
+    kind = chunk_kind = prefix = ""
+
+    def __init__(self, asked: Sampling, groups: Sequence[Sequence[Request]], model: str, tokenizer: Tokenizer) -> None:
+        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.model, self.tokenizer = model, tokenizer
+        self.ids = bool(asked.return_token_ids)
+        requests = [(request, i == 0) for group in groups for i, request in enumerate(group)]
+        self.choices = {request.id: Choice(i, request, first) for i, (request, first) in enumerate(requests)}
+
+    def take(self, arrived: Sequence[tuple[Event, Ended | None]]) -> dict[str, Piece]:
+        """What these events add to each choice. Raises RequestError for a request that failed."""
+        pieces: dict[str, Piece] = {}
+        for event, ended in arrived:
+            if event.finish_reason == "error":
+                raise RequestError(event.error)
+            self.choices[event.request_id].note(event, ended)
+            pieces.setdefault(event.request_id, Piece()).take(event)
+        return pieces
+
+    def whole(self, pieces: dict[str, Piece]) -> dict[str, Any]:
+        """The answer without streaming. pieces: of the whole answers."""
+        choices = [self._choice(choice, pieces.get(name, Piece())) for name, choice in self.choices.items()]
+        return {**self._head(self.kind), "choices": choices, "usage": self.usage()}
+
+    def chunks(self, pieces: dict[str, Piece]) -> list[dict[str, Any]]:
+        """The events of a stream for these pieces. Tokens without text so far have no event."""
+        found = []
+        for name, piece in pieces.items():
+            if piece.text or piece.reason or piece.logprobs or (self.ids and piece.tokens):
+                choice = self.choices[name]
+                found.append({**self._head(self.chunk_kind), "choices": [self._delta(choice, piece)]})
+                choice.begun = True
+        return found
+
+    def last(self) -> dict[str, Any]:
+        """The event with the usage."""
+        return {**self._head(self.chunk_kind), "choices": [], "usage": self.usage()}
+
+    def usage(self) -> Usage:
+        """accepted and rejected prediction tokens: those of the prediction that are in the answer, in order, and the others."""
+        prompt = completion = cached = accepted = predicted = 0
+        for choice in self.choices.values():
+            completion += choice.produced
+            if choice.counts_prompt:
+                prompt += len(choice.request.prompt_ids)
+                cached += choice.ended.cached_tokens if choice.ended else 0
+            if choice.request.prediction and choice.ended:
+                predicted += len(choice.request.prediction)
+                accepted += common(choice.request.prediction, choice.tokens)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": predicted - accepted,
+            },
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _token_ids(self, choice: Choice, piece: Piece, whole: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.ids:
+            found["token_ids"] = piece.tokens
+            if whole or not choice.begun:
+                found["prompt_token_ids"] = choice.request.prompt_ids
+        return found
+
+
+class ChatReply(Reply):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(
+        self, asked: ChatRequest, groups: Sequence[Sequence[Request]], model: str, tokenizer: Tokenizer
+    ) -> None:
+        super().__init__(asked, groups, model, tokenizer)
+        self._noted = bool(asked.logprobs)
+
+    def _choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return self._with(choice, piece, "message", message, True)
+
+    def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        delta: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
+        if piece.text or not choice.begun:
+            delta["content"] = piece.text
+        return self._with(choice, piece, "delta", delta, False)
+
+    def _with(self, choice: Choice, piece: Piece, name: str, value: dict[str, Any], whole: bool) -> dict[str, Any]:
+        logprobs = {"content": [self._logprob(one) for one in piece.logprobs], "refusal": None} if self._noted else None
+        found = {"index": choice.index, name: value, "logprobs": logprobs, "finish_reason": piece.reason}
+        return found | self._token_ids(choice, piece, whole)
+
+    def _logprob(self, one: Logprob) -> dict[str, Any]:
+        return {**self._token(one.token, one.logprob), "top_logprobs": [self._token(*each) for each in one.top]}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self.tokenizer.token_bytes(token)
+        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LOWEST), "bytes": list(data)}
+
+
+class CompletionReply(Reply):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(
+        self, asked: CompletionRequest, groups: Sequence[Sequence[Request]], model: str, tokenizer: Tokenizer
+    ) -> None:
+        super().__init__(asked, groups, model, tokenizer)
+        self._noted = asked.logprobs is not None
+        self._echoed: list[str] = []
+        if asked.echo:
+            texts = [one if isinstance(one, str) else tokenizer.decode(one, False) for one in asked.prompts]
+            self._echoed = [text for text, group in zip(texts, groups, strict=True) for _ in group]
+
+    def _choice(self, choice: Choice, piece: Piece, whole: bool = True) -> dict[str, Any]:
+        before = self._echoed[choice.index] if self._echoed and not choice.begun else ""
+        found = {
+            "index": choice.index,
+            "text": before + piece.text,
+            "logprobs": self._logprobs(choice, piece.logprobs) if self._noted else None,
+            "finish_reason": piece.reason,
+        }
+        return found | self._token_ids(choice, piece, whole)
+
+    def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        return self._choice(choice, piece, False)
+
+    def _logprobs(self, choice: Choice, noted: Sequence[Logprob]) -> dict[str, Any]:
+        text = self.tokenizer.token_text
+        return {
+            "tokens": [text(one.token) for one in noted],
+            "token_logprobs": [max(one.logprob, LOWEST) for one in noted],
+            "top_logprobs": [
+                {text(token): max(value, LOWEST) for token, value in (*one.top, (one.token, one.logprob))} for one in noted
+            ],
+            "text_offset": choice.offsets([self.tokenizer.token_bytes(one.token) for one in noted]),
+        }

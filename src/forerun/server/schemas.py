@@ -1,0 +1,256 @@
+"""The requests that the server takes. A field that is not here, or a value that does not fit, is refused by name. The limits of
+sampling parameters are those that SamplingParams declares."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from forerun.checks import whole
+from forerun.types import SamplingParams
+
+CHECKS = {field.name: field.metadata["check"] for field in fields(SamplingParams)}
+MOST_LOGPROBS = 20
+MOST_PROMPTS = 128  # of one request
+
+
+def _whole(value: Any) -> Any:
+    """7.0 is a whole number, as in JSON Schema; True is none."""
+    found = whole(value)
+    return value if found is None else found
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+TokenId = Annotated[Int, Field(ge=0, lt=2**31)]
+Phrase = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def like(name: str) -> Any:
+    """The limits of the sampling parameter of that name."""
+    check = CHECKS[name]
+    above = getattr(check, "above", False)
+    return Field(ge=None if above else check.low, gt=check.low if above else None, le=check.high)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="Usage in every event, as in vLLM.")
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1)]
+
+
+def joined(content: Content) -> str:
+    """The text of a message's content."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Predicted(Strict):
+    type: Literal["content"]
+    content: Content
+
+
+class Sampling(Strict):
+    """What both kinds of requests have. null is the same as leaving a field out. Fields that are left out have the values that
+    the model's generation_config.json recommends, else OpenAI's defaults."""
+
+    model: str | None = Field(None, description="One of /v1/models; left out: the one that is served.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[Int, like("n")] | None = None
+    max_tokens: Annotated[Int, like("max_tokens")] | None = None
+    temperature: Annotated[float, like("temperature")] | None = None
+    top_p: Annotated[float, like("top_p")] | None = None
+    top_k: Annotated[Int, like("top_k")] | None = None
+    min_p: Annotated[float, like("min_p")] | None = None
+    presence_penalty: Annotated[float, like("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, like("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, like("repetition_penalty")] | None = None
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)
+    ] | None = None  # fmt: skip
+    bad_words: Annotated[list[Phrase], Field(max_length=256)] | None = None
+    banned_token_ids: (
+        Annotated[list[Annotated[list[TokenId], Field(min_length=1, max_length=64)]], Field(max_length=1024)] | None
+    ) = None
+    min_tokens: Annotated[Int, like("min_tokens")] | None = None
+    stop: Phrase | Annotated[list[Phrase], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    seed: Annotated[Int, Field(ge=-(2**63), lt=2**64)] | None = None
+    prediction: Predicted | None = Field(None, description="The text that is expected, for the drafter `prediction`.")
+    return_token_ids: bool | None = Field(None, description="Also return the token ids of prompt and answer.")
+    user: str | None = Field(None, description="Has no effect.")
+
+    @model_validator(mode="after")
+    def _stream_options_go_with_a_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: give it only with stream true")
+        return self
+
+    def sampling(self, default: SamplingParams) -> SamplingParams:
+        """Raises SettingError. default: the model's recommendation."""
+        given = {name: value for name in CHECKS if (value := getattr(self, name, None)) is not None}
+        given |= {"max_tokens": self.most_tokens, "logprobs": self.most_likely}
+        if self.prediction is not None:
+            given["prediction"] = joined(self.prediction.content)
+        return replace(default, **given)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """max_tokens of SamplingParams."""
+        raise NotImplementedError
+
+    @property
+    def most_likely(self) -> int | None:
+        """logprobs of SamplingParams."""
+        raise NotImplementedError
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the last event of a stream is to be usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(Sampling):
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    echo: bool | None = Field(None, description="Put the prompt before the answer's text. Not with logprobs.")
+    logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _echo_has_no_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: the log-probabilities of a prompt are not computed; leave echo or logprobs out")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def most_likely(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [tuple(self.prompt)]
+        return [one if isinstance(one, str) else tuple(one) for one in self.prompt]
+
+
+class Message(Strict):
+    """A message of a conversation. The fields after tool_call_id come back from clients that send an answer of the server as it
+    was; they have no effect, and those for audio and functions must be null."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """What a chat template reads."""
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        found["content"] = "" if self.content is None else joined(self.content)
+        for name in ("name", "tool_calls", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        return found
+
+
+class ChatRequest(Sampling):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[Int, like("max_tokens")] | None = Field(None, description="The newer name of max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_go_with_logprobs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: give it only with logprobs true")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def most_likely(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(Strict):
+    """The ids of a text or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = Field(None, description="Of a prompt; left out: true.")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def refusal(error: ValidationError) -> tuple[str, str | None]:
+    """A message of the first few faults, and the name of the field that is wrong."""
+    found, seen = [], set()
+    for one in error.errors(include_url=False, include_context=False):
+        where = [str(part) for part in one["loc"]]
+        field = where[0] if where else None
+        message = one["msg"].removeprefix("Value error, ")
+        if field is None and ": " in message:
+            field, message = message.split(": ", 1)
+        if field in seen:  # the other forms that the field may have
+            continue
+        seen.add(field)
+        what = "unknown field; leave it out" if one["type"] == "extra_forbidden" else message
+        path = ".".join(part for part in where if not part.startswith(("list[", "constrained", "function-")))
+        given = "" if one["type"] in ("missing", "extra_forbidden") or not where else f" (given: {_short(one['input'])})"
+        found.append((field, f"{path or field or 'body'}: {what}{given}"))
+    return "; ".join(text for _, text in found[:5]), found[0][0]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]} ..."

@@ -1,0 +1,70 @@
+"""`forerun serve` driven by the official openai client and by plain HTTP: its answers are those of LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from forerun.llm import LLM
+from forerun.types import SamplingParams
+from tests.serving import Served
+from tests.tiny import tiny_model
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+MESSAGES = [{"role": "user", "content": "the thing in the thing in the thing"}]
+SETTINGS = {"max_num_seqs": 4, "kv_cache_tokens": 4096}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny"), positions=1024)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, speculative_config=NGRAM, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+    server = Served(folder, "-s", NGRAM, *options)
+    yield server
+    assert server.end() == 0
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_chat_answer_is_that_of_llm(client: openai.OpenAI, llm: LLM) -> None:
+    expected = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=40))[0]
+    got = client.chat.completions.create(model=llm.model.name, messages=MESSAGES, temperature=0, max_completion_tokens=40)
+    assert got.choices[0].message.content == expected.text
+    assert got.choices[0].finish_reason == expected.completions[0].finish_reason
+    assert got.usage.prompt_tokens == len(expected.prompt_ids)
+    assert got.usage.completion_tokens == len(expected.token_ids)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stream_adds_up_to_the_answer_without_streaming(client: openai.OpenAI, llm: LLM, temperature: float) -> None:
+    asked = dict(model=llm.model.name, messages=MESSAGES, temperature=temperature, seed=3, max_tokens=60, n=2)
+    whole = client.chat.completions.create(**asked)
+    text, reasons, last = ["", ""], ["", ""], None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        assert last is None, "usage is the last event"
+        for choice in chunk.choices:
+            assert not reasons[choice.index], "nothing follows the finish reason"
+            text[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason
+        if not chunk.choices:
+            last = chunk.usage
+        else:
+            assert chunk.usage is None
+    assert text == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert last.completion_tokens == whole.usage.completion_tokens and last.prompt_tokens == whole.usage.prompt_tokens
