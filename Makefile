@@ -1,6 +1,7 @@
 # Everything is installed in .venv, and again only if pyproject.toml changes.
 #
-#   make demo    install, fetch the default model, and measure in under five minutes whether speculation pays on this machine
+#   make demo    install, fetch the default model, and measure in about three minutes whether speculation pays on this machine:
+#                n-gram, the EAGLE-3 head that comes with Forerun, and both at once, each compared with plain decoding
 #   make test    run the tests
 #   make lint    run ruff and mypy
 #   make check   run lint and the tests; both must pass before a change is merged
@@ -40,7 +41,7 @@ install: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/forerun models --fetch smollm2-135m-instruct
-	$(BIN)/forerun bench
+	$(BIN)/forerun bench -a ngram -a eagle3 -a eagle3+ngram --budget-minutes 3
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -27,7 +27,7 @@ from tests.test_loading import write_gguf
 from tests.tiny import tiny_model
 
 SIZES = {"hidden": 128, "intermediate": 128, "heads": 2, "kv_heads": 1, "head_dim": 64, "layers": 6}
-TARGET, ROOT = shipped.TARGET, shipped.ROOT / shipped.TARGET
+TARGET = shipped.TARGET
 NEED = ("draft_model", "eagle3", "dflash")
 SMALL = {"kv_cache_tokens": 1024, "max_model_len": 256, "adaptive_drafts": False}
 
@@ -157,10 +157,6 @@ def test_they_are_listed(here: Path) -> None:
     assert f"{TARGET}/eagle3" in CliRunner().invoke(app, ["models"], env={"COLUMNS": "200"}).stdout
 
 
-trained = pytest.mark.skipif(not ROOT.is_dir(), reason="the trained files are not in this checkout yet")
-
-
-@trained
 def test_all_files_are_here_and_in_the_wheel() -> None:
     """Four drafters with their cards in 70 MB; the patterns of package data match each file."""
     assert [one.method for one in shipped.drafters()] == list(shipped.FOLDERS)
@@ -182,21 +178,21 @@ def default() -> Iterator[LoadedModel]:
 
 
 ASKED = (
-    "Explain in three sentences why the sea is salty.",
-    "Write a short e-mail to a colleague about a meeting on Friday.",
-    "Add a docstring to this function and return all of it:\ndef area(width, height):\n    return width * height",
+    "Explain in three short paragraphs how a bridge carries a load.",
+    "Write a letter to the town council that asks for a bench in the park.",
+    "Add type hints and a docstring to this function and return all of it:\n"
+    "def area(width, height):\n    if width < 0:\n        raise ValueError('negative')\n    return width * height",
 )
-FLOORS = {"draft_model": (4, 1.3), "eagle3": (4, 2.0), "mtp": (4, 1.6), "dflash": (7, 1.6)}  # k, and tokens of a step
+FLOORS = {"draft_model": (4, 1.7), "eagle3": (4, 2.2), "mtp": (4, 1.9), "dflash": (7, 1.9)}  # k, and tokens of a step
 
 
-@trained
 @pytest.mark.parametrize("method", FLOORS)
 def test_the_trained_files_draft(method: str, default: LoadedModel) -> None:
-    """Greedy, whole drafts: the acceptance length is above a floor that an untrained drafter, or one that was trained for other
-    states, is far below."""
+    """Greedy, whole drafts: the acceptance length is above a floor. Random weights, and states in another order, give 1.0 to 1.1;
+    other sums by other kernels move it by 0.2."""
     k, floor = FLOORS[method]
     settings = {"method": method, "num_speculative_tokens": k}
     llm = LLM(default, speculative_config=settings, **SMALL)  # type: ignore[arg-type]
-    params = SamplingParams(temperature=0, max_tokens=64)
+    params = SamplingParams(temperature=0, max_tokens=96)
     llm.chat([[{"role": "user", "content": text}] for text in ASKED], params)
     assert (llm.stats.drafts.acceptance_length or 0) >= floor

@@ -62,8 +62,8 @@ class Options:
     seed: int | None = option(None, SAMPLING, "The same seed gives the same sampled answer.", default_text="0")
     speculative_config: str | None = option(
         None, SPECULATION,
-        "How to draft: ngram, suffix or prediction with its defaults, or JSON with vLLM's keys. Changes the speed, never the "
-        "answer.",
+        "How to draft: ngram, suffix, prediction or eagle3 with its defaults, or JSON with vLLM's keys. Changes the speed, "
+        "never the answer.",
         "-s", metavar="JSON|WORD", default_text="no drafts",
     )  # fmt: skip
     prediction: str | None = option(
