@@ -188,8 +188,8 @@ FLOORS = {"draft_model": (4, 1.7), "eagle3": (4, 2.2), "mtp": (4, 1.9), "dflash"
 
 @pytest.mark.parametrize("method", FLOORS)
 def test_the_trained_files_draft(method: str, default: LoadedModel) -> None:
-    """Greedy, whole drafts: the acceptance length is above a floor. Random weights, and states in another order, give 1.0 to 1.1;
-    other sums by other kernels move it by 0.2."""
+    """Greedy, whole drafts: the acceptance length is above a floor. Random weights, and states in another order, give 1.0 to
+    1.1; other sums by other kernels move it by 0.2."""
     k, floor = FLOORS[method]
     settings = {"method": method, "num_speculative_tokens": k}
     llm = LLM(default, speculative_config=settings, **SMALL)  # type: ignore[arg-type]
