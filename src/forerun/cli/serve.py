@@ -11,7 +11,7 @@ import typer
 
 from forerun import textfile
 from forerun.checks import SettingError
-from forerun.cli.errors import BROKEN, complain, tell
+from forerun.cli.errors import BROKEN, tell
 from forerun.options import (
     ENGINE,
     LIMITS,
@@ -127,7 +127,5 @@ def serve(
     )
     llm = {name: getattr(options, name) for name in LLM_OPTIONS} | {"model": model}
     Speculation.parse(options.speculative_config)
-    broken = run(settings, llm, tell)
-    if broken is not None:
-        complain(broken)
+    if run(settings, llm, tell) is not None:
         raise typer.Exit(BROKEN)

@@ -11,7 +11,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from forerun.server.messages import Abort, Accepted, Broken, Ended, Frames, Ready, Refused, Start, Step, Submit, Unusable, frame
+from forerun.server.messages import (
+    Abort,
+    Accepted,
+    Broken,
+    Ended,
+    Frames,
+    Ready,
+    Refused,
+    Start,
+    Stats,
+    Step,
+    Submit,
+    Unusable,
+    frame,
+)
 from forerun.types import Event, Request
 
 LOG = logging.getLogger("forerun")
@@ -83,13 +97,13 @@ class Answers:
 class Client(asyncio.Protocol):
     """most: requests under way at most, running and waiting. on_broken: called once if the engine breaks.
 
-    broken: why the engine does not work any more. running, waiting: requests in the engine after its last step."""
+    broken: why the engine does not work any more. stats: the last that the engine told; None before the first."""
 
     def __init__(self, most: int, on_broken: Callable[[], None] = lambda: None) -> None:
         self.most, self._on_broken = most, on_broken
         self.broken: str | None = None
         self.closing = False
-        self.running = self.waiting = 0
+        self.stats: Stats | None = None
         self._frames = Frames()
         self._answers: dict[str, Answers] = {}  # by request id, of requests that have not ended
         self._process: subprocess.Popen[bytes] | None = None
@@ -99,16 +113,21 @@ class Client(asyncio.Protocol):
     async def start(self, llm: Mapping[str, Any]) -> Ready:
         """Start the engine process and wait until the model is loaded. llm: the arguments of LLM. Raises SettingError for
         arguments that cannot be used, and Gone if the process ends otherwise."""
-        loop = asyncio.get_running_loop()
         ours, its = socket.socketpair()
         with its:
             command = [sys.executable, "-m", "forerun.server.worker", str(its.fileno())]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             self._process = subprocess.Popen(command, pass_fds=[its.fileno()], env=environment, stdin=subprocess.DEVNULL)
-        self._ready = loop.create_future()
-        self._transport, _ = await loop.create_unix_connection(lambda: self, sock=ours)
+        await self.attach(ours)
         self._send(Start(llm))
+        assert self._ready is not None
         return await self._ready
+
+    async def attach(self, sock: socket.socket) -> None:
+        """Take this end of a pair of sockets whose other end an engine has."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        self._transport, _ = await loop.create_unix_connection(lambda: self, sock=sock)
 
     def submit(self, groups: Sequence[Sequence[Request]]) -> Answers:
         """Submit the requests of some prompts, all or none; a group is the n requests of a prompt. Raises Busy or Gone."""
@@ -157,7 +176,6 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
             if isinstance(message, Step):
-                self.running, self.waiting = message.running, message.waiting
                 for event, ended in message.events:
                     answers = self._answers.get(event.request_id)
                     if answers is not None:
@@ -170,12 +188,15 @@ class Client(asyncio.Protocol):
             elif isinstance(message, Refused):
                 if (answers := self._answers.get(message.id)) is not None:
                     answers.fail(message.error)
+            elif isinstance(message, Stats):
+                self.stats = message
             elif isinstance(message, Broken):
                 self._break(f"the engine is beyond repair: {message.error}")
             elif isinstance(message, Ready):
                 self._settle(message)
             else:
                 assert isinstance(message, Unusable)
+                self.closing = True
                 self._settle(message.error)
 
     def connection_lost(self, error: Exception | None) -> None:

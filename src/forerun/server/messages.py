@@ -88,12 +88,21 @@ class Ended(NamedTuple):
 
 class Step(NamedTuple):
     """From the engine: all that one step did. at: when it was read (perf_counter seconds); events: of all requests in it, with
-    Ended for those that have ended; running, waiting: requests after it."""
+    Ended for those that have ended."""
 
     at: float
     events: list[tuple[Event, Ended | None]]
+
+
+class Stats(NamedTuple):
+    """From the engine, a few times a second while it works, and when it has no more work. running, waiting: requests;
+    held_pages, pages: of the KV cache; counts: EngineStats, as a mapping."""
+
     running: int
     waiting: int
+    held_pages: int
+    pages: int
+    counts: Mapping[str, Any]
 
 
 def frame(message: object) -> bytes:

@@ -13,16 +13,30 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from forerun.checks import SettingError
 from forerun.engine.owner import Arrival
 from forerun.engine.scheduler import Sequence as Live
 from forerun.llm import LLM, in_turn
-from forerun.server.messages import Abort, Accepted, Broken, Channel, Ended, Ready, Refused, Start, Step, Submit, Unusable
+from forerun.server.messages import (
+    Abort,
+    Accepted,
+    Broken,
+    Channel,
+    Ended,
+    Ready,
+    Refused,
+    Start,
+    Stats,
+    Step,
+    Submit,
+    Unusable,
+)
 from forerun.types import Request, SamplingParams
 
 LOG = logging.getLogger("forerun")
+EVERY = 0.25  # seconds between two messages of statistics
 
 
 class Known:
@@ -44,6 +58,7 @@ class Worker:
         self._later: dict[str, Sequence[Request]] = {}  # by the id of a prompt's first request
         self._probe: str | None = None  # the id of the worker's own request
         self._broken: str | None = None
+        self._told_at = 0.0
 
     def run(self) -> int:
         """Serve until the other end is gone or the engine is beyond repair. Return the exit code."""
@@ -58,6 +73,8 @@ class Worker:
                     self._abort(message.ids)
             if self._known:
                 self._report(next(self._stream))
+            if not self._known or time.perf_counter() >= self._told_at + EVERY:
+                self._tell()
         self._channel.send(Broken(self._broken))
         self._channel.drain(1.0)
         return 1
@@ -111,14 +128,25 @@ class Worker:
             later = self._later.pop(event.request_id, None)
             if later:
                 self._add(later)
-        running, waiting = self._llm.engine.load
         if events:
-            self._channel.send(Step(arrivals[0].at, events, running, waiting))
+            self._channel.send(Step(arrivals[0].at, events))
         if failed and self._probe is None:
             ids, params = self._llm.prompts.limits.end_ids[:1] or (0,), SamplingParams(temperature=0, max_tokens=1)
             probe = replace(self._llm.prompts.requests(ids, params)[0], id="probe")
             self._probe = probe.id
             self._add([probe])
+
+
+    def _tell(self) -> None:
+        self._told_at = time.perf_counter()
+        engine = self._llm.engine
+        pages = engine.scheduler.pages
+        self._channel.send(Stats(*engine.load, pages.count - pages.free, pages.count, asdict(engine.stats)))
+
+
+def ready(llm: LLM) -> Ready:
+    model = llm.model
+    return Ready(str(model.folder), model.name, llm.prompts.limits, llm.settings(), model.sampling, llm.engine.kv_tokens)
 
 
 def main() -> int:
@@ -141,10 +169,7 @@ def main() -> int:
         channel.send(Unusable(error))
         channel.drain(1.0)
         return 2
-    model = llm.model
-    channel.send(
-        Ready(str(model.folder), model.name, llm.prompts.limits, llm.settings(), model.sampling, llm.engine.kv_tokens)
-    )
+    channel.send(ready(llm))
     return Worker(llm, channel).run()
 
 
