@@ -34,7 +34,7 @@ def models(
     from rich.console import Console
     from rich.table import Column, Table
 
-    console, table = Console(), Table("model", "size", Column("folder", overflow="fold"))
+    console, table = Console(), Table(Column("model", overflow="fold"), "size", Column("folder", overflow="fold"))
     for m in known:
         if m.folder is None:
             table.add_row(m.name, "–", "not here yet; fetched on first use")
@@ -42,7 +42,7 @@ def models(
             table.add_row(m.name, f"{m.bytes / 1e6:,.0f} MB", str(m.folder))
     console.print(table)
     if drafters:
-        table = Table("drafter", "method", "size", Column("folder", overflow="fold"))
+        table = Table(Column("drafter", no_wrap=True), "method", "size", Column("folder", overflow="fold"))
         for d in drafters:
             table.add_row(d.name, d.method, f"{d.bytes / 1e6:,.0f} MB", str(d.folder))
         console.print(table)
