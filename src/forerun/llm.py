@@ -20,12 +20,12 @@ from forerun import checks
 from forerun.config import DEVICE, DTYPE, HEADS, QUANTIZATION, EngineConfig, Speculation, model_name
 from forerun.drafters import Drafter
 from forerun.drafters.table import TABLE, DrafterContext
-from forerun.engine.engine import Engine, EngineStats
+from forerun.engine.engine import Engine
 from forerun.engine.memory import fits_memory
 from forerun.engine.owner import Owner, Stream
 from forerun.engine.scheduler import Sequence as Live
 from forerun.engine.state import RowState
-from forerun.engine.stats import DraftStats
+from forerun.engine.stats import DraftStats, EngineSnapshot, EngineStats, PredictionCounts, RequestStats, prediction_counts
 from forerun.heads import layouts, loading
 from forerun.heads.block import Block
 from forerun.heads.chain import Chain
@@ -72,6 +72,16 @@ class Timing(NamedTuple):
     ttft_s: float
     e2e_s: float
 
+    @property
+    def prefill_s(self) -> float:
+        """Seconds from its admission to its first token."""
+        return self.ttft_s - self.queued_s
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from its first token to its last one."""
+        return self.e2e_s - self.ttft_s
+
 
 class Piece(NamedTuple):
     """What one step added to a completion: the seconds since its submission, and the numbers of tokens and characters."""
@@ -85,7 +95,8 @@ class Piece(NamedTuple):
 class Completion:
     """One continuation of a prompt. text: without special tokens and stop strings; token_ids: all, a stop token included;
     pieces: one for each step. error: the cause if the finish reason is "error"; text and tokens are then those before the
-    error."""
+    error. cached_tokens: of the prompt, found in the prefix cache. prediction: how many tokens of the prediction are in the
+    completion; None without a prediction."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -95,6 +106,8 @@ class Completion:
     timing: Timing
     pieces: tuple[Piece, ...] = ()
     error: str | None = None
+    cached_tokens: int = 0
+    prediction: PredictionCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +131,7 @@ class Output:
 class Chunk(NamedTuple):
     """What one step added to a streamed answer. finish_reason: None before the last chunk. stats: the request's counts up to
     this chunk; later steps do not change them. logprobs: of token_ids; None if the request asked for none. error: the cause if
-    the finish reason is "error"."""
+    the finish reason is "error". totals: all counts and times of the request, with the last chunk."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -126,6 +139,7 @@ class Chunk(NamedTuple):
     stats: DraftStats
     logprobs: tuple[Logprob, ...] | None = None
     error: str | None = None
+    totals: RequestStats | None = None
 
 
 def load_head(speculation: Speculation, loaded: LoadedModel) -> Chain | Block:
@@ -177,8 +191,12 @@ class _Growing:
         wanted = self.live.request.params.logprobs is not None
         logprobs = tuple(self.logprobs) if wanted else None
         pieces = tuple(self.pieces)
-        text, stats = "".join(self.text), self.live.stats
-        return Completion(text, tuple(self.tokens), self.reason, logprobs, stats, timing, pieces, self.error)
+        text, tokens, stats = "".join(self.text), tuple(self.tokens), self.live.stats
+        prediction = self.live.request.prediction
+        found = prediction_counts(prediction, tokens) if prediction else None
+        return Completion(
+            text, tokens, self.reason, logprobs, stats, timing, pieces, self.error, self.live.cached, found
+        )  # fmt: skip
 
 
 class LLM:
@@ -298,6 +316,10 @@ class LLM:
         """The engine's counts and times since its start or since `reset_stats`."""
         return self.engine.stats
 
+    def snapshot(self) -> EngineSnapshot:
+        """What operators watch: load, KV cache, counts, and the estimated speed-up over plain decoding. As plain data."""
+        return self.owner.snapshot()
+
     def reset_stats(self) -> None:
         """Set the counts and times to zero, between two steps."""
         with self.owner.between_steps():
@@ -412,7 +434,8 @@ class LLM:
                     if event.counts is not None:
                         stats.count(*event.counts)
                     logprobs = event.logprobs if noted else None
-                    yield Chunk(event.text, event.tokens, event.finish_reason, stats.copy(), logprobs, event.error)
+                    reason, now = event.finish_reason, stats.copy()
+                    yield Chunk(event.text, event.tokens, reason, now, logprobs, event.error, event.stats)
             self._idle_drafter.ended(self.stats.drafts)
         finally:
             stream.close()

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from forerun.engine.stats import RequestStats
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MOST_COMPLETIONS = 1024  # n at most
@@ -136,7 +138,7 @@ class Event(NamedTuple):
     """What one step did to one request. tokens: those that it committed, none past a stop. text: the new text; it may lag
     behind the tokens while a character or a possible stop string is incomplete. finish_reason: None if the request goes on.
     counts: tokens drafted and accepted; None if the step verified nothing (the end of a prompt). error: the cause if the finish
-    reason is "error"."""
+    reason is "error". stats: the request's counts and times, with its last event."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -145,6 +147,7 @@ class Event(NamedTuple):
     finish_reason: FinishReason | None
     counts: tuple[int, int] | None = None
     error: str | None = None
+    stats: RequestStats | None = None
 
 
 class Draft(NamedTuple):

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,15 @@ from forerun.drafters import Drafter, Needs, Rows
 from forerun.engine.costs import Costs, PassCosts, pass_costs, step_costs
 from forerun.engine.cycle import Cycle
 from forerun.engine.interrupts import Uninterrupted
-from forerun.engine.layouts import ExactLayout, PaddedLayout, prompt_sizes
+from forerun.engine.layouts import ExactLayout, PaddedLayout, context_of, prompt_sizes
 from forerun.engine.memory import free_memory, tokens_on_cpu, tokens_on_gpu
 from forerun.engine.pages import Pages
 from forerun.engine.policy import Policy
 from forerun.engine.runner import Eager, Graphs, Runner
 from forerun.engine.scheduler import Scheduler, Sequence
+from forerun.engine.speedup import Decoded, Speedup
 from forerun.engine.state import RowState
-from forerun.engine.stats import DraftStats
+from forerun.engine.stats import EngineSnapshot, EngineStats, RequestStats
 from forerun.engine.step import Committed, InFlight, Step, Times
 from forerun.engine.text import Detokenizer, NoText, TextStream
 from forerun.kernels import cpu
@@ -41,24 +42,6 @@ TRIAL = 64  # tokens of a sequence in an engine that shows only what its drafter
 MEASURED, CONTEXT = 64, 1024  # the cost of steps is measured up to so many positions and tokens of context
 # (state, mirror, sampling, kv, padded) -> drafter, see drafters/table.py
 MakeDrafter = Callable[[RowState, RowState, SamplingState, KVCache, bool], Drafter | None]
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Since the last reset. steps: steps read; *_s: host seconds of their parts (other: planning, text, bookkeeping);
-    prompt_tokens: computed for prompts; cached_tokens: found in the prefix cache; output_tokens: committed as output; drafts:
-    over all requests."""
-
-    steps: int = 0
-    draft_s: float = 0.0
-    forward_s: float = 0.0
-    verify_s: float = 0.0
-    other_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    drafts: DraftStats = field(default_factory=DraftStats)
 
 
 def measure_costs(cycle: Cycle, longest: int, kv_tokens: int, most_rows: int) -> tuple[Costs, PassCosts | None]:
@@ -159,6 +142,7 @@ class Engine:
         self._blamed: list[Sequence] = []  # the sequences that a failure now may belong to
         self._committing: Sequence | None = None
         self.stats = EngineStats()
+        self._speedup = Speedup(self._step.runner, self._step.layout.plain) if width else None
         self._vocab = target.vocab
         self._quantization = target.quantization
         self._cpu_isa, self._threads = cpu.isa_of(target.kernels), cpu.threads_of(target.kernels)
@@ -272,6 +256,19 @@ class Engine:
             "graphs": {"seconds": capturing[0], "bytes": capturing[1]} if capturing is not None else None,
         }
 
+    def snapshot(self) -> EngineSnapshot:
+        """What operators watch, as plain data. To be called between two steps."""
+        scheduler, pages = self.scheduler, self.scheduler.pages
+        return EngineSnapshot(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_tokens=self.kv_tokens,
+            kv_used=(pages.count - pages.free) * pages.block_size,
+            totals=self.stats.copy(),
+            divided=isinstance(self._step.layout, ExactLayout),
+            speedup=self._speedup.estimate() if self._speedup is not None else None,
+        )
+
     def add(self, request: Request) -> Sequence:
         """Queue a request. Return its sequence, which may be read while it runs. Raises SettingError if it can never run."""
         require(isinstance(request, Request), "request", request, "give a forerun.types.Request, for instance LLM.prepare's")
@@ -308,14 +305,16 @@ class Engine:
             self._live[request.id], self._texts[request.id] = sequence, text
         return sequence
 
-    def abort(self, request_id: str) -> bool:
-        """End a request in any state and free its pages. Return False if no request has that id."""
+    def abort(self, request_id: str) -> RequestStats | None:
+        """End a request in any state and free its pages. Return its statistics; None if no request has that id."""
         with Uninterrupted():
             sequence = self._live.get(request_id)
-            if sequence is not None:
-                self._forget(request_id)
-                self._guard(lambda: self._leave(sequence))
-        return sequence is not None
+            if sequence is None:
+                return None
+            stats = self._ended(sequence, "abort")
+            self._forget(request_id)
+            self._guard(lambda: self._leave(sequence))
+            return stats
 
     @property
     def has_work(self) -> bool:
@@ -372,7 +371,8 @@ class Engine:
 
     def _fail(self, sequences: list[Sequence], error: str) -> None:
         for sequence in sequences:
-            self._events.append(Event(sequence.request.id, (), "", (), "error", error=error))
+            stats = self._ended(sequence, "error")
+            self._events.append(Event(sequence.request.id, (), "", (), "error", error=error, stats=stats))
             self._forget(sequence.request.id)
 
     def _advance(self) -> None:
@@ -384,39 +384,52 @@ class Engine:
         for sequence in plan.admitted:
             self._blamed = [sequence]
             self._admit(sequence)
-        spent = Times(0.0, 0.0, 0.0)
+        spent, wait, decoded = Times(0.0, 0.0, 0.0), 0.0, None
         if plan.rows:
             self._blamed = [row.sequence for row in plan.rows]
             self._in_flight.append(self._step.launch(plan))
             self.scheduler.launch(plan.rows)
         if len(self._in_flight) > self._step.lag or (self._in_flight and not plan.rows):
-            spent = self._read(self._in_flight.popleft())
+            spent, wait, decoded = self._read(self._in_flight.popleft())
 
-        stats = self.stats
+        stats, seconds = self.stats, time.perf_counter() - start
         stats.preemptions += len(plan.preempted)
         stats.draft_s += spent.draft
         stats.forward_s += spent.forward
         stats.verify_s += spent.verify
-        stats.other_s += time.perf_counter() - start - sum(spent)
+        stats.wait_s += wait
+        stats.other_s += seconds - sum(spent) - wait
+        if decoded is not None and self._speedup is not None:
+            self._speedup.record(decoded._replace(seconds=seconds, times=spent))
 
-    def _read(self, step: InFlight) -> Times:
-        """Read and commit a step. A drafter on the host then drafts for the rows that go on."""
+    def _read(self, step: InFlight) -> tuple[Times, float, Decoded | None]:
+        """Wait for a step, read and commit it. A drafter on the host then drafts for the rows that go on. Also returns the
+        seconds that it waited, and the step if all its rows were decoded."""
         self._blamed = [row.sequence for row in step.rows if not row.stale]
+        start = time.perf_counter()
+        step.arrived()
+        wait = time.perf_counter() - start
         verified: dict[tuple[int, int], int] = defaultdict(int)
         for one in self._step.read(step):
             self._commit(one, verified)
         for (drafted, accepted), count in verified.items():
             self.stats.drafts.count(drafted, accepted, count)
         self.stats.steps += 1
+        decoded, rows = None, len(step.rows)
+        if self._speedup is not None and len(step.parts) == 1 and sum(verified.values()) == rows:
+            tokens = sum((accepted + 1) * count for (_, accepted), count in verified.items())
+            decoded = Decoded(0.0, step.times, tokens, step.parts[0][2], rows, context_of(step.rows))
         if self._step.host_drafter is None:
-            return step.times
+            return step.times, wait, decoded
         self._blamed = [s for row in step.rows if (s := row.sequence).slot >= 0 and not row.stale and s.decodes]
         seconds = self._step.draft(self._blamed, self.scheduler.policy.width(len(self.scheduler.running)))
-        return step.times._replace(draft=step.times.draft + seconds)
+        return step.times._replace(draft=step.times.draft + seconds), wait, decoded
 
     def _admit(self, sequence: Sequence) -> None:
         if not sequence.admitted_at:
             sequence.admitted_at, sequence.cached = time.perf_counter(), sequence.computed
+        if self.config.enable_prefix_caching:
+            self.stats.queried_tokens += len(sequence.ids)
         self.stats.cached_tokens += sequence.computed
         self._step.admit(sequence)
 
@@ -445,6 +458,8 @@ class Engine:
             error = f"the logits for the token at position {at} hold a NaN or are infinite: the weights or the dtype are broken"
         first = len(sequence.ids) == sequence.prompt
         self.scheduler.commit(row, tokens)
+        if first:
+            sequence.first_at = time.perf_counter()
         if first or row.pending > 1:
             stats.prompt_tokens += row.pending if first else row.pending - 1
         stats.output_tokens += len(tokens)
@@ -454,7 +469,8 @@ class Engine:
             sequence.stats.count(*counts)
             verified[counts] += 1
         logprobs = tuple(one.logprobs[: len(tokens)]) if one.logprobs else ()
-        self._events.append(Event(request.id, tuple(tokens), text, logprobs, reason, counts, error))
+        ended = self._ended(sequence, reason) if reason is not None else None
+        self._events.append(Event(request.id, tuple(tokens), text, logprobs, reason, counts, error, ended))
         self._committing = None
         if reason is not None:
             self._forget(request.id)
@@ -475,6 +491,12 @@ class Engine:
             if generated == request.max_tokens:
                 return tokens[: i + 1], text + stream.finish(), "length"
         return tokens, text, None
+
+    def _ended(self, sequence: Sequence, reason: FinishReason) -> RequestStats:
+        """Count the end of a request. Return its statistics."""
+        sequence.ended_at = time.perf_counter()
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        return sequence.report()
 
     def _forget(self, request_id: str) -> None:
         """Remove the request from those under way."""

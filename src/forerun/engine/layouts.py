@@ -40,6 +40,9 @@ class StepLayout(Protocol):
     def largest(self) -> list[Key]:
         """The launches that take most memory."""
 
+    def plain(self, key: Key) -> Key | None:
+        """The launch of plain decoding for the rows of this decode launch, None: there is none without the drafter's passes."""
+
     def learn(self, report: Report, rows: int, passes: bool) -> None:
         """A report has been read. rows: of it, without padding; passes: whether the launch made the drafter's passes."""
 
@@ -139,6 +142,9 @@ class ExactLayout(BaseLayout):
         seconds = [self._drafting + cost for cost in self.runner.cost(keys, context_of(rows))]
         return self.policy.choose(Offers([max(most)] * len(keys), number, seconds), survival, most)
 
+    def plain(self, key: Key) -> Key:
+        return Key(EXACT, key.rows, key.rows, 0)
+
     def keys(self, classes: Sequence[Features]) -> list[Key]:
         return []
 
@@ -213,6 +219,7 @@ class PaddedLayout(BaseLayout):
         self.widths = step_widths(cycle.width)
         needs = cycle.drafter.needs if cycle.drafter is not None else Needs()
         self._skips = needs.skips and policy.adaptive and cycle.width > 0
+        self._passes = needs.pass_tokens > 0
         self.cheap_widths = self.widths if needs.cheap else (0,)
         self._decoding: Decoding | None = None
         self._made, self._found = Usual(), Usual()  # of drafts with passes and without
@@ -319,6 +326,9 @@ class PaddedLayout(BaseLayout):
             [int(row.commits) for row in rows] + nothing,
         ]
         return Launch(Key(PROMPT, padded, tokens, 0, *self.asked(ended)), given, ended)
+
+    def plain(self, key: Key) -> Key | None:
+        return decode_key(key.rows, 0, passes=not self._skips) if self._skips or not self._passes else None
 
     def keys(self, classes: Sequence[Features]) -> list[Key]:
         """Prompt launches first, and the largest of each kind first: the others then reuse its memory."""

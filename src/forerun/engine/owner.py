@@ -7,7 +7,6 @@ own requests. A caller that waits for an event makes the next step, or waits for
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import time
@@ -16,9 +15,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from forerun.engine.engine import Engine, EngineStats
+from forerun.engine.engine import Engine
 from forerun.engine.interrupts import Uninterrupted
 from forerun.engine.scheduler import Sequence as Live
+from forerun.engine.stats import EngineSnapshot, EngineStats, RequestStats
 from forerun.types import Event, Request
 
 LOG = logging.getLogger("forerun")
@@ -114,8 +114,8 @@ class Owner:
             arrived = self._queues.get(request_id)
             if arrived is None:
                 return False
-            self._drop(request_id)
-            arrived.append(Arrival(time.perf_counter(), Event(request_id, (), "", (), "abort")))
+            stats = self._drop(request_id)
+            arrived.append(Arrival(time.perf_counter(), Event(request_id, (), "", (), "abort", stats=stats)))
             return True
 
     def abandon(self, request_ids: set[str]) -> None:
@@ -132,7 +132,12 @@ class Owner:
     def stats(self) -> EngineStats:
         """A copy of the engine's statistics."""
         with self.between_steps():
-            return copy.deepcopy(self.engine.stats)
+            return self.engine.stats.copy()
+
+    def snapshot(self) -> EngineSnapshot:
+        """Engine.snapshot."""
+        with self.between_steps():
+            return self.engine.snapshot()
 
     def drain(self) -> None:
         """Step until no request is under way."""
@@ -154,11 +159,10 @@ class Owner:
                 events = self.engine.step()
             except Exception as error:  # one that the engine did not handle
                 LOG.exception("the engine failed")
+                text = f"{type(error).__name__}: {error}"
                 events = [
-                    Event(name, (), "", (), "error", error=f"{type(error).__name__}: {error}") for name in self._queues
+                    Event(name, (), "", (), "error", error=text, stats=self.engine.abort(name)) for name in self._queues
                 ]
-                for name in self._queues:
-                    self.engine.abort(name)
             finally:
                 with self._state:
                     self._stepping = False
@@ -175,9 +179,9 @@ class Owner:
             if event.finish_reason is not None:
                 self._queues.pop(event.request_id, None)
 
-    def _drop(self, request_id: str) -> None:
+    def _drop(self, request_id: str) -> RequestStats | None:
         self._queues.pop(request_id, None)
-        self.engine.abort(request_id)
+        return self.engine.abort(request_id)
 
     def _drop_abandoned(self) -> None:
         while self._abandoned:

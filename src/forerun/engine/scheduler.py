@@ -14,6 +14,7 @@ The sequences of a failed step are `suspects`. Each of them runs alone until it 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from forerun.engine.pages import ROOT, Pages
 from forerun.engine.policy import AcceptanceHistory, Policy
-from forerun.engine.stats import DraftStats
+from forerun.engine.stats import DraftStats, RequestStats
 from forerun.types import Request
 
 
@@ -31,8 +32,9 @@ class Sequence:
     often it left a slot; in_flight: steps in flight that commit tokens for it; max_in_flight: the most tokens they commit;
     computed: positions with keys and values once all launched steps are done; settled: those computed by steps that were read;
     serial, published: its last page in the prefix cache, and how many it has there; mapped: how many of its pages are in the
-    slot's block table; row: its part in its last decode step; admitted_at: when it first got a slot (perf_counter seconds);
-    cached: tokens of its prompt that were in the prefix cache then."""
+    slot's block table; row: its part in its last decode step; cached: tokens found in the prefix cache at its first admission;
+    arrived_at, admitted_at, first_at, ended_at: when it came, first got a slot, had its first token and ended (perf_counter
+    seconds, 0: not yet)."""
 
     request: Request
     ids: list[int]
@@ -50,8 +52,12 @@ class Sequence:
     published: int = 0
     mapped: int = 0
     row: PlanRow | None = None
-    admitted_at: float = 0.0
     cached: int = 0
+    preemptions: int = 0
+    arrived_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float = 0.0
+    first_at: float = 0.0
+    ended_at: float = 0.0
     stats: DraftStats = field(default_factory=DraftStats)
     history: AcceptanceHistory = field(default_factory=AcceptanceHistory)
 
@@ -59,6 +65,14 @@ class Sequence:
         self.prompt = len(self.request.prompt_ids)
         self.limit = self.prompt + self.request.max_tokens
         self.stops = frozenset(self.request.stop_ids)
+
+    def report(self) -> RequestStats:
+        """Its counts and times up to now, or up to its end. A copy."""
+        end = self.ended_at or time.perf_counter()
+        admitted = self.admitted_at or end
+        first = self.first_at or end
+        times = (admitted - self.arrived_at, first - admitted, end - first)
+        return RequestStats(self.prompt, self.cached, self.generated, self.preemptions, *times, self.stats.copy())
 
     @property
     def generated(self) -> int:
@@ -300,6 +314,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, preempted: list[tuple[Sequence, int]]) -> None:
         preempted.append((sequence, sequence.slot))
+        sequence.preemptions += 1
         self._leave(sequence)
         self.waiting.appendleft(sequence)
 

@@ -14,7 +14,7 @@ import torch
 
 from forerun.device import mark, receive, send_integers
 from forerun.drafters import Drafter, Rows
-from forerun.engine.cycle import DRAWN, EXACT, Cycle, Report, Times
+from forerun.engine.cycle import DRAWN, EXACT, Cycle, Key, Report, Times
 from forerun.engine.layouts import StepLayout
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import Plan, PlanRow, Sequence, new_pages
@@ -37,12 +37,12 @@ class Committed:
 
 
 class InFlight(NamedTuple):
-    """A step that was launched and not read. parts: rows with their reports, and whether their next drafts
-    took passes; arrived: waits until these are on the host;
-    unfinished: rows with an unfinished prompt, which commit nothing; times: host seconds of the launch."""
+    """A step that was launched and not read. parts: rows with their reports and the key of their launch; arrived: waits until
+    these are on the host; unfinished: rows with an unfinished prompt, which commit nothing; times: host seconds of the
+    launch."""
 
     rows: list[PlanRow]
-    parts: list[tuple[list[PlanRow], Report, bool]]
+    parts: list[tuple[list[PlanRow], Report, Key]]
     unfinished: list[PlanRow]
     arrived: Callable[[], None]
     times: Times
@@ -110,7 +110,7 @@ class Step:
         exact = False
         for key, given, rows in self.layout.arrange(plan.rows):
             report = self.runner.run(key, given)
-            parts.append((rows, self._receive(report), key.passes))  # before the next launch, since graphs share their memory
+            parts.append((rows, self._receive(report), key))  # before the next launch, since graphs share their memory
             exact = key.layout == EXACT
         unfinished = [row for row in plan.rows if not row.commits]
         resumed = [row.sequence.slot for row in unfinished if row.sequence.resumes(row)]
@@ -130,14 +130,13 @@ class Step:
         return Report(receive(report.tokens), receive(report.counts), logprobs, *chances)  # type: ignore[arg-type]
 
     def read(self, step: InFlight) -> Iterator[Committed]:
-        """Wait for a step, then yield what it did to each row, and update the acceptance histories. To be called once."""
-        step.arrived()
+        """Yield what a step that has arrived did to each row, and update the acceptance histories. To be called once."""
         for row in step.unfinished:
             yield Committed(row, [], 0, 0, [])
-        for rows, report, passes in step.parts:
+        for rows, report, key in step.parts:
             tokens, columns = report.tokens.tolist(), report.counts.t().tolist()
             confidence = report.confidence.tolist() if report.confidence is not None else None
-            self.layout.learn(report, len(rows), passes)
+            self.layout.learn(report, len(rows), key.passes)
             for i, (row, block, count, drafted, accepted, broken, found) in enumerate(
                 zip(rows, tokens, *columns, strict=False)
             ):
