@@ -167,6 +167,8 @@ PARAMS = {
         "the text that is expected", NOT_TEXT, [("", ""), (np.str_("x"), "x"), (None, None)]
     ),
     "detokenize": flags(True),
+    "cache_salt": Values("client-1", NOT_TEXT, [("", None), ("a", "a"), (np.str_("x"), "x"), (None, None)]),
+    "priority": wholes(0, -LARGEST, LARGEST, none=0),
 }  # fmt: skip
 
 SPECULATION = {

@@ -56,6 +56,8 @@ class SamplingParams:
     logprobs: the number of most likely tokens to report with the chosen one; they are the model's own, before any of these
     parameters. seed: any whole number; only the lowest 64 bits count. prediction: the expected output, for the drafter
     `prediction`. detokenize: off: the answer has token ids and no text, which saves the host half of its work for a token.
+    cache_salt: what the request leaves in the prefix cache and in the shared suffix tree is found by requests with the same
+    text here only; "" is None. priority: lower ones are admitted first and preempted last; of equal ones the first that came.
 
     checks.py says how values are converted: numpy's and torch's scalars, 7.0 for 7, a list for a tuple, digits as keys of
     logit_bias. None means the default, except for max_tokens. Raises SettingError.
@@ -82,11 +84,14 @@ class SamplingParams:
     seed: int | None = setting(None, Seed())
     prediction: str | None = setting(None, Text("the text that is expected", empty=True))
     detokenize: bool = setting(True, Flag())
+    cache_salt: str | None = setting(None, Text("client-1", empty=True))
+    priority: int = setting(0, Whole(-LARGEST, LARGEST, 0))
 
     def __post_init__(self) -> None:
         convert(self)
         if self.temperature < COLDEST:
             object.__setattr__(self, "temperature", 0.0)
+        object.__setattr__(self, "cache_salt", self.cache_salt or None)
         least, most = self.min_tokens, self.max_tokens
         require(most is None or least <= most, "min_tokens", least, f"give at most max_tokens, for instance {most}")
         searched = self.detokenize or not self.stop

@@ -18,13 +18,15 @@ The two trees are built in different ways, so they share the walk and not the in
 continuation is not known yet; the shared one takes a whole text and compares slices, and can remove it again.
 
 Privacy: the shared tree carries text from one request to others. It cannot change their outputs (drafts are verified), but the
-speed of a request can show its sender that an earlier output went the same way. suffix_decoding_max_cached_requests = 0
-turns the shared tree off. A request's output enters it when the request ends; prompts never do.
+speed of a request can show its sender that an earlier output went the same way. So there is a shared tree for each cache salt:
+requests with other salts, or without one, do not see it. suffix_decoding_max_cached_requests = 0 turns the shared trees off. A
+request's output enters its tree when the request ends; prompts never do.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -176,7 +178,7 @@ class SharedTree:
         if not len(text) or not self.max_texts:
             return
         if len(self.texts) == self.max_texts:
-            self._remove_oldest()
+            self.remove_oldest()
         self.texts[self.added] = array("i", text)
         for start in range(len(text)):
             self._insert(self.added, start)
@@ -260,7 +262,7 @@ class SharedTree:
             upper.children[self.texts[rest >> TEXT][rest & INDEX]] = rest if isinstance(child, int) else child
         return upper
 
-    def _remove_oldest(self) -> None:
+    def remove_oldest(self) -> None:
         """Occurrences are removed in the order in which they were added, so a node's latest one is still there."""
         number = next(iter(self.texts))
         for start in range(len(self.texts[number])):
@@ -292,6 +294,33 @@ class SharedTree:
             child.at -= node.length
             child.length += node.length
             parent.children[key] = child
+
+
+class SharedTrees:
+    """A shared tree for each cache salt. Together they hold at most max_texts texts; adding one more removes the oldest."""
+
+    def __init__(self, depth: int, max_texts: int) -> None:
+        self.depth, self.max_texts = depth, max_texts
+        self._trees: dict[str | None, SharedTree] = {}
+        self._salts: deque[str | None] = deque()  # of all texts, oldest first
+
+    def tree(self, salt: str | None) -> SharedTree | None:
+        """The tree of the texts with this salt; None if there are none."""
+        return self._trees.get(salt)
+
+    def add(self, text: Sequence[int], salt: str | None) -> None:
+        if not len(text) or not self.max_texts:
+            return
+        if len(self._salts) == self.max_texts:
+            oldest = self._salts.popleft()
+            tree = self._trees[oldest]
+            tree.remove_oldest()
+            if not tree.texts:
+                del self._trees[oldest]
+        if salt not in self._trees:
+            self._trees[salt] = SharedTree(self.depth, self.max_texts)
+        self._trees[salt].add(text)
+        self._salts.append(salt)
 
 
 class Guess(NamedTuple):
@@ -333,23 +362,25 @@ class Suffix(Stateless):
         self.factor = speculation.suffix_decoding_max_spec_factor
         self.min_prob = speculation.suffix_decoding_min_token_prob
         self.cached = speculation.suffix_decoding_max_cached_requests
-        self.shared = SharedTree(self.depth, self.cached) if self.cached else None
+        self.shared = SharedTrees(self.depth, self.cached)
         self.own: dict[int, OwnTree] = {}
-        self.prompt_size: dict[int, int] = {}
+        self.requests: dict[int, Request] = {}
 
     def admit(self, slot: int, request: Request) -> None:
         self.own[slot] = OwnTree(self.depth)
-        self.prompt_size[slot] = len(request.prompt_ids)
+        self.requests[slot] = request
 
     def release(self, slot: int, finished: bool) -> None:
-        if finished and self.shared is not None:
-            self.shared.add(self.state.history(slot)[self.prompt_size[slot] :].tolist())
-        del self.own[slot], self.prompt_size[slot]
+        request = self.requests.pop(slot)
+        del self.own[slot]
+        if finished and self.cached:
+            output = self.state.history(slot)[len(request.prompt_ids) :]
+            self.shared.add(output.tolist(), request.params.cache_salt)
 
     def restart(self) -> None:
-        """The shared tree may be half written, so a new one takes its place."""
-        self.shared = SharedTree(self.depth, self.cached) if self.cached else None
-        self.own, self.prompt_size = {}, {}
+        """The shared trees may be half written, so new ones take their place."""
+        self.shared = SharedTrees(self.depth, self.cached)
+        self.own, self.requests = {}, {}
 
     def propose(self, rows: Rows) -> Draft:
         drafts = [self._draft(slot, k) if k else [] for slot, k in zip(rows.slot.tolist(), rows.k.tolist(), strict=True)]
@@ -357,7 +388,7 @@ class Suffix(Stateless):
 
     def _draft(self, slot: int, k: int) -> list[int]:
         """At most k tokens behind the slot's committed ones."""
-        own = self.own[slot]
+        own, shared = self.own[slot], self.shared.tree(self.requests[slot].params.cache_salt)
         for token in self.state.history(slot)[len(own.text) :].tolist():
             own.append(token)
-        return speculate(own, self.shared, k, self.factor, self.min_prob).tokens
+        return speculate(own, shared, k, self.factor, self.min_prob).tokens

@@ -2,8 +2,9 @@
 models/decoder.py's KVCache. This module does not use torch.
 
 A page that is full of committed tokens can be published: it is then found by its tokens and those before it. Its key is (the
-serial of the page before it, its own tokens) and is compared exactly, so two texts never collide. A published page without a
-holder stays in the cache until its memory is needed, least recently used first.
+serial of the page before it, its own tokens) and is compared exactly, so two texts never collide. In place of a serial, the
+first page of a request with a cache salt has the salt, so requests with other salts find none of its pages. A published page
+without a holder stays in the cache until its memory is needed, least recently used first.
 Page 0 is the dummy page: padding rows and inactive rows write there.
 """
 
@@ -13,14 +14,15 @@ from collections import OrderedDict
 from collections.abc import Sequence as Ids
 from typing import NamedTuple
 
-ROOT = 0  # the serial before the first page
+ROOT = 0  # the serial before the first page, without a salt
+Before = int | str  # the serial of the page before, or a salt
 
 
 class Prefix(NamedTuple):
     """Published pages that hold the beginning of some tokens, and the serial of the last of them."""
 
     pages: list[int]
-    serial: int
+    serial: Before
 
 
 class Pages:
@@ -35,8 +37,8 @@ class Pages:
         self._holders = [0] * (self.count + 1)
         self._blank: list[int] = list(range(self.count, 0, -1))  # free and not published
         self._idle: OrderedDict[int, None] = OrderedDict()  # free but published, least recently used first
-        self._found: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> page, serial
-        self._key: dict[int, tuple[int, tuple[int, ...]]] = {}  # page -> its key
+        self._found: dict[tuple[Before, tuple[int, ...]], tuple[int, int]] = {}  # key -> page, serial
+        self._key: dict[int, tuple[Before, tuple[int, ...]]] = {}  # page -> its key
 
     @property
     def free(self) -> int:
@@ -46,10 +48,11 @@ class Pages:
         """Pages that so many tokens take."""
         return -(-tokens // self.block_size)
 
-    def match(self, ids: Ids[int], recomputed: int = 0) -> Prefix:
-        """The longest published prefix of ids, in whole pages, at least one token shorter than ids; without its last
-        `recomputed` pages."""
-        pages, serials, size = list[int](), [ROOT], self.block_size
+    def match(self, ids: Ids[int], recomputed: int = 0, salt: str | None = None) -> Prefix:
+        """The longest prefix of ids that was published with this salt, in whole pages, at least one token shorter than ids;
+        without its last `recomputed` pages."""
+        pages, size = list[int](), self.block_size
+        serials: list[Before] = [salt or ROOT]
         for begin in range(0, len(ids) - size, size):
             found = self._found.get((serials[-1], tuple(ids[begin : begin + size])))
             if found is None:
@@ -90,9 +93,9 @@ class Pages:
                 else:
                     self._blank.append(page)
 
-    def publish(self, page: int, before: int, ids: Ids[int]) -> int:
-        """Publish a page of committed tokens after the page with serial `before`. Return its serial. If another page with the
-        same tokens is published there, that one stays."""
+    def publish(self, page: int, before: Before, ids: Ids[int]) -> int:
+        """Publish a page of committed tokens after the page with serial `before`, or as the first one with that salt. Return
+        its serial. If another page with the same tokens is published there, that one stays."""
         if not self.caching:
             return ROOT
         key = (before, tuple(ids))

@@ -9,18 +9,22 @@ and `commit` follows when the step is read. In between the step's rows are in fl
 and plans assume k + 1. A row that had already ended on the device commits nothing. So the prefix cache gets only positions
 that were computed by steps that have been read (`settled`).
 
+Sequences wait in the order of (priority, arrival). Of the running ones the last in this order is preempted. So the first of a
+priority is never preempted for another one of it, and it ends.
+
 The sequences of a failed step are `suspects`. Each of them runs alone until it has committed a token.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from forerun.engine.pages import ROOT, Pages
+from forerun.engine.pages import ROOT, Before, Pages
 from forerun.engine.policy import AcceptanceHistory, Policy
 from forerun.engine.stats import DraftStats, RequestStats
 from forerun.types import Request
@@ -28,8 +32,9 @@ from forerun.types import Request
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request under way. prompt: tokens of its prompt; limit: its maximum length; stops: the ids that end it; epoch: how
-    often it left a slot; in_flight: steps in flight that commit tokens for it; max_in_flight: the most tokens they commit;
+    """One request under way. number: of its arrival; prompt: tokens of its prompt; limit: its maximum length; stops: the ids
+    that end it; epoch: how often it left a slot; in_flight: steps in flight that commit tokens for it; max_in_flight: the most
+    tokens they commit;
     computed: positions with keys and values once all launched steps are done; settled: those computed by steps that were read;
     serial, published: its last page in the prefix cache, and how many it has there; mapped: how many of its pages are in the
     slot's block table; row: its part in its last decode step; cached: tokens found in the prefix cache at its first admission;
@@ -38,6 +43,7 @@ class Sequence:
 
     request: Request
     ids: list[int]
+    number: int = 0
     prompt: int = field(init=False)
     limit: int = field(init=False)
     stops: frozenset[int] = field(init=False)
@@ -48,7 +54,7 @@ class Sequence:
     in_flight: int = 0
     max_in_flight: int = 0
     pages: list[int] = field(default_factory=list)
-    serial: int = ROOT
+    serial: Before = ROOT
     published: int = 0
     mapped: int = 0
     row: PlanRow | None = None
@@ -65,6 +71,11 @@ class Sequence:
         self.prompt = len(self.request.prompt_ids)
         self.limit = self.prompt + self.request.max_tokens
         self.stops = frozenset(self.request.stop_ids)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among all sequences: the lowest is admitted first and preempted last."""
+        return self.request.params.priority, self.number
 
     def report(self) -> RequestStats:
         """Its counts and times up to now, or up to its end. A copy."""
@@ -179,16 +190,20 @@ class Scheduler:
         self.pages, self.policy, self.budget, self.lookahead = pages, policy, budget, lookahead
         self.table_width = table_width or pages.count
         self.drafter_missing, self.full_drafts, self.recomputed = drafter_missing, full_drafts, recomputed
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []
         self.suspects: deque[Sequence] = deque()
-        self._count = slots
+        self._count, self._arrived = slots, 0
         self._slots = list(range(slots - 1, -1, -1))
 
     def add(self, request: Request) -> Sequence:
-        sequence = Sequence(request, list(request.prompt_ids))
-        self.waiting.append(sequence)
+        self._arrived += 1
+        sequence = Sequence(request, list(request.prompt_ids), self._arrived)
+        self._wait(sequence)
         return sequence
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda one: one.rank)
 
     def plan(self) -> Plan:
         """The next step. Each decoding row gets one token of the budget. At least half of the rest is reserved for prompts, so
@@ -265,7 +280,8 @@ class Scheduler:
             if sequence.slot >= 0:
                 break  # a suspect runs alone
             # a preempted sequence that has decoded leaves two tokens to compute, see Sequence.chunk
-            prefix = self.pages.match(sequence.ids[:-1] if sequence.generated else sequence.ids, self.recomputed)
+            ids, salt = sequence.ids[:-1] if sequence.generated else sequence.ids, sequence.request.params.cache_salt
+            prefix = self.pages.match(ids, self.recomputed, salt)
             self.pages.hold(prefix.pages)  # before counting, since idle pages that are held are not free
             wanted = self.pages.needed(self._required(sequence, len(sequence.ids))) - len(prefix.pages)
             if wanted > self.pages.free:
@@ -303,20 +319,20 @@ class Scheduler:
         return min(k, len(sequence.pages) * self.pages.block_size - tokens)
 
     def _allocate_or_preempt(self, sequence: Sequence, tokens: int, preempted: list[tuple[Sequence, int]]) -> None:
-        """Allocate pages for so many tokens. While there are too few, preempt the sequence that was admitted last."""
+        """Allocate pages for so many tokens. While there are too few, preempt the running sequence of the last rank."""
         while sequence.slot >= 0:
             wanted = self.pages.needed(tokens) - len(sequence.pages)
             if wanted <= self.pages.free:
                 if wanted > 0:
                     sequence.pages += self.pages.allocate(wanted)
                 return
-            self._preempt(self.running[-1], preempted)
+            self._preempt(max(self.running, key=lambda one: one.rank), preempted)
 
     def _preempt(self, sequence: Sequence, preempted: list[tuple[Sequence, int]]) -> None:
         preempted.append((sequence, sequence.slot))
         sequence.preemptions += 1
         self._leave(sequence)
-        self.waiting.appendleft(sequence)
+        self._wait(sequence)
 
     @staticmethod
     def launch(rows: list[PlanRow]) -> None:
@@ -360,13 +376,13 @@ class Scheduler:
         return slot
 
     def restart(self, live: Iterable[Sequence], suspects: Iterable[Sequence]) -> None:
-        """Start again after a failure: all pages and slots are free, and these sequences wait, the suspects first."""
+        """Start again after a failure: all pages and slots are free, and these sequences wait. The suspects are admitted
+        first."""
         self.pages.restart()
         self._slots = list(range(self._count - 1, -1, -1))
         self.running = []
         self.suspects = deque(suspects)
-        rest = [s for s in live if s not in self.suspects]
-        self.waiting = deque([*self.suspects, *rest])
+        self.waiting = sorted(live, key=lambda one: one.rank)
         for sequence in self.waiting:
             sequence.reset()
 

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
+from forerun.engine.stats import prediction_counts
 from forerun.models.tokenizer import Tokenizer
 from forerun.server.messages import Ended
 from forerun.server.schemas import ChatRequest, CompletionRequest, Sampling
@@ -31,18 +32,6 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the longest common subsequence, by the bit-parallel method of Hyyrö (2004). A token of `one` is a bit."""
-    places: dict[int, int] = {}
-    for i, token in enumerate(one):
-        places[token] = places.get(token, 0) | 1 << i
-    mask = row = (1 << len(one)) - 1
-    for token in other:
-        here = row & places.get(token, 0)
-        row = ((row + here) | (row - here)) & mask
-    return len(one) - row.bit_count()
 
 
 class Piece:
@@ -152,7 +141,7 @@ class Reply:
                 cached += choice.ended.cached_tokens if choice.ended else 0
             if choice.request.prediction and choice.ended:
                 predicted += len(choice.request.prediction)
-                accepted += common(choice.request.prediction, choice.tokens)
+                accepted += prediction_counts(choice.request.prediction, choice.tokens).accepted
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
