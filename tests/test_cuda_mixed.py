@@ -40,6 +40,8 @@ def test_the_tables_and_the_choice(width: int, lanes: int, monkeypatch: pytest.M
     one, other = states(width)
     plain, fast = Calibration(one), FusedCalibration(other, 0)
     rate = torch.rand(BINS, generator=torch.Generator().manual_seed(1))
+    one.blind[::5] = True
+    other.blind.copy_(one.blind)
     plain.rate.copy_(rate)
     fast.rate.copy_(rate)
     at, seen = torch.Generator().manual_seed(0), set[int]()
@@ -118,7 +120,8 @@ from forerun.kernels import cuda_mixed as mixed, cuda_step as step
 def check(kernel, warps, **constants):
     given = dict(
         rate="*fp32", weight="*fp32", luck="*fp32", told="*fp32", sums="*fp32", given="*fp32", edges="*fp32", survival="*fp32",
-        cheap="*fp32", active="*i1", B="i32", L="i32", K="i32", DUMMY="i32", STRIDE="i32", MANY="i32", LONG="i32", VOCAB="i32",
+        cheap="*fp32", active="*i1", blind="*i1", B="i32", L="i32", K="i32", DUMMY="i32", STRIDE="i32", MANY="i32", LONG="i32",
+        VOCAB="i32",
         MEMORY="fp32", WINDOW="fp32", PRECISION="fp32", MOST_SHIFT="fp32", LEAST="fp32", MOST="fp32", LEAST_SURVIVAL="fp32",
     )
     types = {name: "constexpr" if name in constants else given.get(name, "*i64") for name in kernel.arg_names}

@@ -16,8 +16,9 @@ from forerun.config import EngineConfig, Speculation
 from forerun.drafters import Drafter, Needs, Rows, Stateless
 from forerun.drafters.measured import SURE, DeviceMeasured, Found, HostMeasured, Measured
 from forerun.drafters.table import TABLE, DrafterContext
-from forerun.engine.cycle import UNIFORM, Key
+from forerun.engine.cycle import PROMPT, UNIFORM, Key
 from forerun.engine.engine import Engine
+from forerun.engine.layouts import OBSERVES, PASSES, RESTS, Decoding
 from forerun.engine.state import RowState
 from forerun.engine.step import Committed, InFlight
 from forerun.heads.block import Block
@@ -151,6 +152,47 @@ def any_cost(it: Engine, rng: random.Random) -> None:
     runner.pass_cost = lambda rows: rng.choice([0.1, 1.0, 9.0])  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("look_up", [(1, 3), None])
+@pytest.mark.parametrize("fault", ["", "pages are shared all the same", "it drafts all the same"])
+def test_a_head_that_has_rested_drafts_for_no_row_that_it_missed(
+    target: Target, look_up: tuple[int, int] | None, fault: str
+) -> None:
+    """Launches of all kinds in any order, with prefix hits."""
+    head, seen, rng = random_head(target, "eagle3"), Counter[str](), random.Random(4)
+    it = engine(target, head, True, look_up, **SMALL | {"kv_cache_tokens": 640})
+    any_cost(it, rng)
+    layout: Any = it._step.layout
+    layout._kind = lambda *_: rng.choice([PASSES] * 3 + [OBSERVES] + [RESTS] * 4)
+    miss = layout._miss
+
+    def missed(d: Decoding) -> None:
+        seen["rests"] += 1
+        miss(d)
+        if fault == "pages are shared all the same":
+            for row in d.rows:
+                row.sequence.observed = None
+        elif fault:
+            it.state.blind.fill_(False)
+
+    layout._miss = missed
+    wrong = lived(it, target, head, seen, wrong_candidates if look_up else wrong_drafts)
+    assert all(seen[case] for case in ("rests", "head", "cached")), seen
+    assert wrong > 0 if fault else wrong == 0
+
+
+def wrong_drafts(it: Engine, target: Target, head: Chain | Block, helped: Helped, seen: Counter[str]) -> int:
+    """Rows whose draft is not the head's from scratch, without a look-up."""
+    wrong = 0
+    for sequence in it.scheduler.running:
+        slot, length = sequence.slot, int(it.state.length[sequence.slot])
+        size = int(it.state.draft_size[slot])
+        if bool(it.state.active[slot]) and size and length > 1 and (length - 1 + K) // 8 < len(sequence.pages):
+            want = drafts_from_scratch(target, head, it.state.tokens[slot, :length].tolist(), K)
+            wrong += helped.drafts[slot, :size].tolist() != want[:size]
+            seen["head"] += 1
+    return wrong
+
+
 @LAYOUTS
 def test_a_head_that_misses_states_is_noticed(target: Target, padded: bool) -> None:
     """Its observe does not go on in launches without passes."""
@@ -197,18 +239,34 @@ def drafts_of_a_request(it: Engine) -> dict[int, tuple[list[int], list[float]]]:
     return drafts
 
 
-def kinds_of_launches(it: Engine, prompt: list[int]) -> Counter[bool]:
-    """How many decode launches make passes and how many do not, for one request."""
-    ran, runner = Counter[bool](), it._step.runner
+def launches(it: Engine, prompt: list[int]) -> list[Key]:
+    """The decode launches of one request."""
+    ran, runner = list[Key](), it._step.runner
     real = runner.run
 
     def spied(key: Key, given: Any) -> Any:
-        ran[key.passes] += key.layout != "prompt"
+        ran.append(key)
         return real(key, given)
 
     runner.run = spied  # type: ignore[method-assign]
     run(it, [request("a", prompt, 150)])
-    return ran
+    runner.run = real  # type: ignore[method-assign]
+    return [key for key in ran if key.layout != PROMPT]
+
+
+def test_a_head_that_does_not_pay_rests_until_it_does(target: Target) -> None:
+    """The launches of one request after the other. The head is never right. Then passes cost nothing; rows that the head has
+    missed are not drafted for, so it goes on with the next request."""
+    it, dear = engine(target, random_head(target, "eagle3"), True, look_up=None), 0.5
+    costs = lambda keys, context: [1.0 + 0.01 * key.tokens + dear * key.passes for key in keys]  # noqa: E731
+    it._step.runner.cost = costs  # type: ignore[method-assign]
+    ran = [launches(it, list(range(40 + i, 60 + i))) for i in range(4)]
+    rested = [sum(not key.observes for key in keys) / len(keys) for keys in ran]
+    assert rested[0] == 0 and rested[-1] > 0.9, rested
+    assert sum(key.passes for key in ran[-1]) < 5 and any(key.observes for key in ran[-1]), "it looks at each request"
+    dear = 0.0
+    launches(it, list(range(50, 70)))
+    assert all(key.passes for key in launches(it, list(range(51, 71))))
 
 
 @pytest.mark.parametrize("dear", [0.5, 0.0, None])
@@ -219,7 +277,7 @@ def test_the_policy_leaves_passes_out_where_they_do_not_pay(target: Target, dear
     if dear is not None:
         costs = lambda keys, context: [1.0 + 0.01 * key.tokens + dear * key.passes for key in keys]  # noqa: E731
         it._step.runner.cost = costs  # type: ignore[method-assign]
-    ran = kinds_of_launches(it, list(range(40, 60)))
+    ran = Counter(key.passes for key in launches(it, list(range(40, 60))))
     assert ran[False] > 4 * ran[True] > 0 if dear else ran[False] < 4, ran
 
 

@@ -44,13 +44,16 @@ LOOK_UP = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
 POSITIONS = ((1, 0.43), (5, 0.437), (8, 0.445), (16, 0.473), (17, 0.74), (64, 0.75), (128, 0.817), (160, 0.873), (256, 1.22))
 EACH_ROW = 0.004  # for each row behind the fourth: attention
 ENTRIES = ((1, 0.033), (8, 0.043), (32, 0.045))  # of a head, by rows
+RESTS = 0.004  # of a step that the head does not observe: two small launches
 PASSES = ((1, 0.107), (8, 0.1), (32, 0.19))  # four of them, by rows
 
 
 def h200_ms(key: Key, head: bool) -> float:
     """Milliseconds of a decode launch. head: its drafter is a head."""
     total = float(np.interp(key.tokens, *zip(*POSITIONS, strict=True))) + EACH_ROW * max(key.rows - 4, 0)
-    if head:
+    if head and not key.observes:
+        total += RESTS
+    elif head:
         total += float(np.interp(key.rows, *zip(*ENTRIES, strict=True)))
         if key.passes:
             total += float(np.interp(key.rows, *zip(*PASSES, strict=True)))
@@ -214,7 +217,8 @@ class Tally:
         self.rows += int((counts[:, 0] > 0).sum())
         self.drafted += int(counts[:, 1].sum())
         self.accepted += int(counts[:, 2].sum())
-        self.launches[f"{key.layout} {key.tokens - key.rows}{'' if key.passes else ', no passes'}"] += 1
+        kind = "" if key.passes else ", no passes" if key.observes else ", rests"
+        self.launches[f"{key.layout} {key.tokens - key.rows}{kind}"] += 1
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -280,7 +284,7 @@ def replay(requests: Sequence[dict[str, Any]], k: int, arm: str, rows: int) -> T
             tally.add(key, h200_ms(key, head), report.counts[slots != it.state.dummy])
         if head and key.layout != PROMPT:
             compare(begin, given[0], tally, script, drafted)
-        if head:
+        if head and report.confidence is not None:
             sizes, chances = it.state.draft_size[slots].tolist(), report.confidence.tolist()
             for slot, size, sure in zip(given[0], sizes, chances, strict=False):
                 drafted[slot] = int(it.state.length[slot]), it.state.draft[slot, :size].tolist(), sure[:size]
@@ -335,12 +339,13 @@ def main() -> None:
         return
     kept = torch.load(given.drafts)
     found: list[dict[str, Any]] = []
+    kept["tasks"]["mixed"] = [one for each in zip(*kept["tasks"].values(), strict=True) for one in each]
     for task, requests in kept["tasks"].items():
-        if given.only and task not in given.only.split(","):
+        if task not in given.only.split(",") and (given.only or task == "mixed"):
             continue
         for rows in map(int, given.rows.split(",")):
             for arm in given.arms.split(","):
-                tally = replay(requests[: given.prompts], kept["k"], arm, rows)
+                tally = replay(requests[: given.prompts * (4 if task == "mixed" else 1)], kept["k"], arm, rows)
                 found.append({"task": task, "rows": rows, "arm": arm, **tally.summary(), "chances": tally.table()})
                 shown = {name: value for name, value in found[-1].items() if name != "chances"}
                 print(json.dumps(shown), flush=True)

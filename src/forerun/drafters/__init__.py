@@ -68,7 +68,7 @@ class Observed(NamedTuple):
     (its ids may be unset; the tokens are in the state); pending: [R] int64, committed tokens of each row before the step, None:
     one, as in decode launches; committed: [B] int64, tokens that the step committed to the first B rows; hidden: for each of
     needs.layers, [T,H] in the target's dtype; kernels: the target's, bounded to the batch's shape; width: tokens of each row,
-    None: they differ.
+    None: they differ; states: whether a model takes the states; if not, it never drafts for these rows again (RowState.blind).
 
     Each committed position is observed once, in order, except those of cached pages. After a prefix hit a drafter with
     `needs.layers` observes the last page of the hit again, so its entry for the position before that page was made with the
@@ -81,6 +81,7 @@ class Observed(NamedTuple):
     hidden: tuple[Tensor, ...]
     kernels: Kernels
     width: int | None = None
+    states: bool = True
 
     @property
     def prompts(self) -> bool:

@@ -165,7 +165,8 @@ class Calibration:
     def weigh(self, slot: Tensor, c: Candidates) -> Weighed:
         """Choose the draft of each slot [B], and keep the candidates until the step that verifies it."""
         at, place = self._at, self._place
-        size = torch.stack((c.head_size, c.look_up_size), 1)  # [B,2]
+        head_size = torch.where(self._state.blind[slot], 0, c.head_size)
+        size = torch.stack((head_size, c.look_up_size), 1)  # [B,2]
         both = at < size.amin(1, keepdim=True)  # [B,K]
         agreed = ((c.head == c.look_up) & both).cummin(1).values if len(at) else both
         first = agreed.sum(1, keepdim=True)  # [B,1], where the candidates part or one ends

@@ -29,7 +29,7 @@ class FusedCalibration(Calibration):
         cuda_mixed.learn(self._tables, state.tokens, state.length, slot, count, state.dummy, *numbers, self._pdl)
 
     def weigh(self, slot: Tensor, c: Candidates) -> Weighed:
-        given = (self._tables, slot, tuple(part.contiguous() for part in c), self._edges, self._matches)
+        given = (self._tables, slot, self._state.blind, tuple(part.contiguous() for part in c), self._edges, self._matches)
         return Weighed(*cuda_mixed.weigh(*given, self._limits, self._kinds, self._pdl))
 
 

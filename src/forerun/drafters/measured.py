@@ -77,7 +77,8 @@ class Measured:
     def observe(self, seen: Observed) -> None:
         if not self._drawn:
             self._learn(seen)
-        self._model.observe(seen)
+        if seen.states:
+            self._model.observe(seen)
 
     def propose(self, rows: Rows) -> Draft:
         return self._by_rule(self._model.propose(rows), self._find(rows)) if self._drawn else self._weighed(rows)

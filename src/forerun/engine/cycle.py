@@ -44,7 +44,7 @@ DRAWN = Features(sampled=True)  # features with which drafts are drawn where lau
 class Key(NamedTuple):
     """The shapes and the work of a launch. rows: padded batch size; tokens: positions computed, padding included; width: draft
     tokens of a row at most; top: logprobs reported for each token (-1: none, 0: the chosen token's only); passes: whether the
-    drafter may make passes of its model."""
+    drafter may make passes of its model; observes: whether a model in the drafter observes the step."""
 
     layout: str
     rows: int
@@ -53,6 +53,7 @@ class Key(NamedTuple):
     features: Features = GREEDY
     top: int = -1
     passes: bool = True
+    observes: bool = True
 
     @property
     def bare(self) -> Key:
@@ -61,12 +62,13 @@ class Key(NamedTuple):
 
 
 def decode_key(
-    rows: int, width: int, drafts: int | None = None, features: Features = GREEDY, top: int = -1, passes: bool = True
+    rows: int, width: int, drafts: int | None = None, features: Features = GREEDY, top: int = -1, passes: bool = True,
+    observes: bool = True,
 ) -> Key:
     """The key of a decode launch. drafts: drafts of all rows together, None: `width` for each row."""
     if drafts is None:
-        return Key(UNIFORM, rows, rows * (width + 1), width, features, top, passes)
-    return Key(SHARED, rows, rows + drafts, width, features, top, passes)
+        return Key(UNIFORM, rows, rows * (width + 1), width, features, top, passes, observes)
+    return Key(SHARED, rows, rows + drafts, width, features, top, passes, observes)
 
 
 class Report(NamedTuple):
@@ -166,10 +168,13 @@ class Cycle:
         logprobs = self._logprobs(key, layout, seen.logits, tokens)
         verified = time.perf_counter()
         confidence = cheap = None
-        if self.drafter is not None:
+        if self.drafter is not None and not key.observes and not self.drafter.needs.cheap:
+            self.state.draft_size.index_fill_(0, layout.slot, 0)
+        elif self.drafter is not None:
             width = key.width + 1 if key.layout == UNIFORM else None
             committed, run = counts[:, 0], kernels or self.target.kernels
-            self.drafter.observe(Observed(layout.rows, layout.batch, layout.pending, committed, seen.hidden, run, width))
+            step = (layout.rows, layout.batch, layout.pending, committed, seen.hidden, run, width, key.observes)
+            self.drafter.observe(Observed(*step))
             confidence, cheap = self._draft(key, layout, counts)
         self.times = Times(time.perf_counter() - verified, computed - start, verified - computed)
         return Report(tokens, counts, logprobs, confidence, cheap)

@@ -8,17 +8,23 @@ the host; cycle.py places the tokens on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import isnan
 from typing import NamedTuple, Protocol
 
+from forerun.device import send_integers
 from forerun.drafters import Needs, Worth
 from forerun.engine.cycle import EXACT, GREEDY, NEXT_DRAFT, PROMPT, Cycle, Key, Report, decode_key
-from forerun.engine.policy import LONGEST_PATIENCE, PATIENCE, RECENT, TRIED, AcceptanceHistory, Choice, Offers, Policy, Usual
+from forerun.engine.policy import PATIENCE, RECENT, TRIED, AcceptanceHistory, Choice, Offers, Policy, Usual
 from forerun.engine.runner import Runner
 from forerun.engine.scheduler import PlanRow
 from forerun.engine.scheduler import Sequence as Live
 from forerun.verify.sampling import Features
 
+PASSES, OBSERVES, RESTS = range(3)  # kinds of launches, see Decoding.parts
+TRIALS = 3  # of passes that do not pay, each after twice as many launches, before the drafter's model rests
+SHORT_PATIENCE = 16  # launches without passes before it rests again
+ENOUGH = 4  # rows: a launch of more tells no more
 SLOW = 0.25  # weight of the last time that a drafter took in what it takes
 
 
@@ -193,8 +199,9 @@ def shared_drafts(rows: int, width: int) -> tuple[int, ...]:
 
 class Decoding(NamedTuple):
     """Decoding rows, padded to a captured batch size, with the possible shapes of their launch: as the policy is asked (offers,
-    whose cost is that of greedy launches) and as they are run (launches). widths, drafts: as in policy.Offers. with_passes: how
-    many of these make the drafter's passes, the first ones."""
+    whose cost is that of greedy launches) and as they are run (launches). widths, drafts: as in policy.Offers. parts: where
+    each kind of launch begins and ends: those with the drafter's passes, those without, and those that it does not even
+    observe."""
 
     rows: list[PlanRow]
     slot: list[int]
@@ -204,7 +211,7 @@ class Decoding(NamedTuple):
     offers: list[Key]
     widths: list[int]
     drafts: list[int]
-    with_passes: int
+    parts: list[tuple[int, int]]
 
 
 class PaddedLayout(BaseLayout):
@@ -224,7 +231,10 @@ class PaddedLayout(BaseLayout):
         self._decoding: Decoding | None = None
         self._made, self._found = Usual(), Usual()  # of drafts with passes and without
         self._at_hand = True  # whether the drafts at hand took passes
-        self._idle, self._patience = 0, PATIENCE  # launches without passes, and after how many of them passes are tried
+        self._idle, self._paid = 0, 0  # launches without passes (of few rows) since the last with them, and the other way round
+        self._trials = 0  # of passes, which did not pay
+        self._rests = False  # whether the drafter's model does not even observe
+        self._rested = 0  # launches that it has not observed
 
     def learn(self, report: Report, rows: int, passes: bool) -> None:
         if not self._skips or report.confidence is None:
@@ -255,6 +265,8 @@ class PaddedLayout(BaseLayout):
         if self._skips and len(d.offers) > 1:
             offer = self._usual_best(d, self.runner.cost(d.offers, context_of(rows)))
             self._at_hand = d.launches[offer].passes
+            if not d.launches[offer].observes:
+                self._miss(d)
         elif len(d.offers) > 1:
             most = d.k[: len(rows)]
             survival = Policy.survival(d.histories, most)  # the histories are one step old
@@ -264,26 +276,56 @@ class PaddedLayout(BaseLayout):
         return Launch(d.launches[offer], [d.slot, k], rows)
 
     def _usual_best(self, d: Decoding, seconds: list[float]) -> int:
-        """The offer with most expected tokens a second, by what drafts usually bring. Passes are made if the rate with them, in
-        steps to come, is higher or not known, and again after a while. Of the offers that do as decided, the best one for the
-        drafts at hand is taken, which took passes or not."""
-        rows, between = len(d.rows), d.with_passes
-        widest = max(i for i in range(between) if d.drafts[i] < 0)
-        if not self._made.known or isnan(seconds[0]) or isnan(seconds[widest]):
+        """The offer with most expected tokens a second, by what drafts usually bring: of the kind that is best in steps to come
+        the one that is best for the drafts at hand, which took passes or not."""
+        rows, made, found = len(d.rows), self._made, self._found
+        widest = max(i for i in range(d.parts[PASSES][1]) if d.drafts[i] < 0)
+        if not made.known or isnan(seconds[0]) or isnan(seconds[widest]):
             return widest
-        made, found = (usual.gains(d.widths, d.drafts, rows) for usual in (self._made, self._found))
-        _, rate = self.policy.best(made[:between], seconds[:between], rows)
-        _, other = self.policy.best(found[between:], seconds[between:], rows)
-        passes = rate >= other
-        if passes:
-            self._idle, self._patience = 0, PATIENCE
-        else:
-            self._idle += 1
-            if self._idle > self._patience:  # a launch shows what drafts would bring now
-                passes, self._idle, self._patience = True, 1, min(2 * self._patience, LONGEST_PATIENCE)
-        begin, end = (0, between) if passes else (between, len(d.offers))
-        gains = made if self._at_hand else found
-        return begin + self.policy.best(gains[begin:end], seconds[begin:end], rows)[0]
+        with_passes, without = (usual.gains(d.widths, d.drafts, rows) for usual in (made, found))
+
+        def best(gains: list[float], kind: int) -> tuple[int, float]:
+            begin, end = d.parts[kind]
+            offer, rate = self.policy.best(gains[begin:end], seconds[begin:end], rows)
+            return begin + offer, rate
+
+        kind = self._kind(d, best(with_passes, PASSES)[1], best(without, OBSERVES)[1], best(without, RESTS)[1])
+        return best(with_passes if self._at_hand else without, kind)[0]
+
+    def _kind(self, d: Decoding, with_passes: float, observes: float, rests: float) -> int:
+        """The kind of the next launch: with passes if they pay, by these rates of tokens a second, and if not, now and then as
+        a trial. After some trials that show nothing the model rests: it does not observe, so it cannot draft for these rows any
+        more. Now and then it looks at new rows, with the draft that their prompt's launch made. It wakes up if passes pay."""
+        blind = sum([row.sequence.observed is not None for row in d.rows])
+        if with_passes >= (rests if self._rests else observes):
+            self._idle, self._rests = 0, False
+            if 2 * blind > len(d.rows):
+                return OBSERVES
+            self._paid += 1
+            if self._paid >= PATIENCE:
+                self._trials = 0
+            return PASSES
+        self._paid = 0
+        if self._rests:
+            self._rested += 1
+            if blind == len(d.rows) or self._rested < PATIENCE:
+                return RESTS
+            self._rested = 0
+            return OBSERVES
+        self._idle += min(len(d.rows), ENOUGH)
+        if self._idle <= (PATIENCE << self._trials if self._trials < TRIALS else SHORT_PATIENCE):
+            return OBSERVES
+        self._idle, self._rests = 1, self._trials == TRIALS
+        self._trials = min(self._trials + 1, TRIALS)
+        return OBSERVES if self._rests else PASSES
+
+    def _miss(self, d: Decoding) -> None:
+        """The drafter's model does not observe a launch of these rows."""
+        missed = [row.sequence for row in d.rows if row.sequence.observed is None]
+        if missed:
+            for sequence in missed:
+                sequence.observed = sequence.settled
+            self.cycle.state.blind.index_fill_(0, send_integers([s.slot for s in missed], self.cycle.state.blind.device), True)
 
     def _pad(self, rows: list[PlanRow]) -> Decoding:
         """Pad decoding rows. The result is kept until a row is admitted, ends or comes near its limit."""
@@ -297,15 +339,17 @@ class PaddedLayout(BaseLayout):
         if enough:
             limits += self.shared(padded)
             offers += [decode_key(padded, self.widths[-1], drafts) for drafts in self.shared(padded)]
-        with_passes = len(offers)
-        if self._skips:
-            offers += [decode_key(padded, width, passes=False) for width in self.cheap_widths if width <= self.widths[enough]]
-            limits += [-1] * (len(offers) - with_passes)
+        ends = [0, len(offers)]
+        for observes in (True, False) if self._skips else ():
+            cheap = [width for width in self.cheap_widths if width <= self.widths[enough]]
+            offers += [decode_key(padded, width, passes=False, observes=observes) for width in cheap]
+            limits += [-1] * len(cheap)
+            ends.append(len(offers))
         widths = [key.width for key in offers]
         histories = [row.sequence.history for row in rows]
         asked = self.asked(rows)
         launches = [key._replace(features=asked[0], top=asked[1]) for key in offers]
-        return Decoding(rows, slot, k, histories, launches, offers, widths, limits, with_passes)
+        return Decoding(rows, slot, k, histories, launches, offers, widths, limits, list(pairwise(ends)))
 
     def shared(self, rows: int) -> tuple[int, ...]:
         """The captured numbers of shared drafts for so many rows; none if drafts have probabilities."""
@@ -338,8 +382,8 @@ class PaddedLayout(BaseLayout):
             for rows in self.sizes[::-1]:
                 bare += [decode_key(rows, width) for width in self.widths[::-1]]
                 bare += [decode_key(rows, self.widths[-1], drafts) for drafts in self.shared(rows)]
-                if self._skips:
-                    bare += [decode_key(rows, width, passes=False) for width in self.cheap_widths[::-1]]
+                for observes in (True, False) if self._skips else ():
+                    bare += [decode_key(rows, width, passes=False, observes=observes) for width in self.cheap_widths[::-1]]
             found += [key._replace(features=features) for key in bare]
         return found
 

@@ -36,10 +36,10 @@ class Sequence:
     that end it; epoch: how often it left a slot; in_flight: steps in flight that commit tokens for it; max_in_flight: the most
     tokens they commit;
     computed: positions with keys and values once all launched steps are done; settled: those computed by steps that were read;
-    serial, published: its last page in the prefix cache, and how many it has there; mapped: how many of its pages are in the
-    slot's block table; row: its part in its last decode step; cached: tokens found in the prefix cache at its first admission;
-    arrived_at, admitted_at, first_at, ended_at: when it came, first got a slot, had its first token and ended (perf_counter
-    seconds, 0: not yet)."""
+    observed: positions that the drafter's model observed before it missed one, None: all; serial, published: its last page in
+    the prefix cache, and how many it has there; mapped: how many of its pages are in the slot's block table; row: its part in
+    its last decode step; cached: tokens found in the prefix cache at its first admission; arrived_at, admitted_at, first_at,
+    ended_at: when it came, first got a slot, had its first token and ended (perf_counter seconds, 0: not yet)."""
 
     request: Request
     ids: list[int]
@@ -49,6 +49,7 @@ class Sequence:
     stops: frozenset[int] = field(init=False)
     computed: int = 0
     settled: int = 0
+    observed: int | None = None
     slot: int = -1
     epoch: int = 0
     in_flight: int = 0
@@ -121,7 +122,7 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget its slot, its pages, its steps in flight and what was computed."""
-        self.slot, self.pages, self.row = -1, [], None
+        self.slot, self.pages, self.row, self.observed = -1, [], None, None
         self.computed = self.settled = self.published = self.mapped = 0
         self.in_flight = self.max_in_flight = 0  # their reports are not read: later steps make the same tokens
         self.history.forget_draft()
@@ -357,7 +358,8 @@ class Scheduler:
             sequence.ids += tokens
             if self.suspects and self.suspects[0] is sequence:
                 self.suspects.popleft()
-        size, complete = self.pages.block_size, sequence.settled - self.drafter_missing
+        known = sequence.settled if sequence.observed is None else sequence.observed
+        size, complete = self.pages.block_size, known - self.drafter_missing
         while (end := (sequence.published + 1) * size) <= complete:
             begin = end - size
             page = sequence.pages[sequence.published]

@@ -34,7 +34,8 @@ class RowState:
     """tokens: [S,L] int64; length: [S] int64, committed tokens; block_table: [S,P] int32; limit: [S] int64, the maximum length;
     stop_ids: [S,E] int64, padded with -1; active: [S] bool, whether a row commits; of the next draft: draft [S,K] int64,
     draft_size [S] int64, chances [S,K] float32, the survival of each of its tokens, 1 if the drafter gives none, draft_probs
-    [S,K,V] float32 or None. dummy: the dummy slot."""
+    [S,K,V] float32 or None. blind: [S] bool, whether a model that drafts has missed a step of the row, so that it cannot draft
+    for it. dummy: the dummy slot."""
 
     def __init__(
         self, slots: int, positions: int, pages: int, device: torch.device, width: int = 0, vocab: int | None = None
@@ -50,6 +51,7 @@ class RowState:
         self.draft = torch.zeros(slots, width, dtype=whole, device=device)
         self.draft_size = torch.zeros(slots, dtype=whole, device=device)
         self.chances = torch.ones(slots, width, device=device)
+        self.blind = torch.zeros(slots, dtype=torch.bool, device=device)
         self.draft_probs = None if vocab is None else torch.zeros(slots, width, vocab, device=device)
         self.dummy = slots - 1
 
@@ -82,6 +84,7 @@ class RowState:
             self.stop_ids.index_copy_(0, slot, stop_ids.view(-1, STOP_IDS))
             self.draft_size.index_fill_(0, slot, 0)
             self.active.index_fill_(0, slot, True)
+            self.blind.index_fill_(0, slot, False)
 
     def set(self, slot: int, ids: tuple[int, ...] | list[int]) -> None:
         """Write a slot's committed tokens and their number."""

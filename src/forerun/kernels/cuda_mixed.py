@@ -136,8 +136,8 @@ def _product(a, b):
 
 @triton.jit(do_not_specialize=["K", "MANY", "LONG"])
 def weigh_kernel(
-    slots, head, head_size, given, look_up, look_up_size, match, edges, matches, rate, luck, tokens, bins, told, out, size,
-    source, survival, cheap, K, MANY, LONG, PRECISION, MOST_SHIFT, LEAST, MOST, LEAST_SURVIVAL, ALONE: tl.constexpr,
+    slots, blind, head, head_size, given, look_up, look_up_size, match, edges, matches, rate, luck, tokens, bins, told, out,
+    size, source, survival, cheap, K, MANY, LONG, PRECISION, MOST_SHIFT, LEAST, MOST, LEAST_SURVIVAL, ALONE: tl.constexpr,
     PARTED: tl.constexpr, APART: tl.constexpr, AGREED: tl.constexpr, SPLIT: tl.constexpr, FOUND: tl.constexpr,
     TAIL: tl.constexpr, FOLLOWS: tl.constexpr, TYPICAL: tl.constexpr, PLACES: tl.constexpr, DEEP: tl.constexpr,
     CHANCES: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr,
@@ -149,6 +149,7 @@ def weigh_kernel(
     wait(PDL)
     slot = tl.load(slots + row)
     mine, others = tl.load(head_size + row).to(tl.int32), tl.load(look_up_size + row).to(tl.int32)
+    mine = tl.where(tl.load(blind + slot), 0, mine)
     own = tl.load(head + row * K + k, mask=inside, other=0)
     other = tl.load(look_up + row * K + k, mask=inside, other=0)
     alive = tl.load(given + row * K + k, mask=inside, other=0.0)
@@ -196,17 +197,16 @@ def weigh_kernel(
 
 
 def weigh(
-    t: Tables, slot: Tensor, candidates: tuple[Tensor, ...], edges: Tensor, matches: Tensor, limits: Limits, kinds: Kinds,
-    pdl: int = 0,
+    t: Tables, slot: Tensor, blind: Tensor, candidates: tuple[Tensor, ...], edges: Tensor, matches: Tensor, limits: Limits,
+    kinds: Kinds, pdl: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Calibration.weigh, as in Weighed. candidates: as in Candidates, contiguous."""
+    """Calibration.weigh, as in Weighed. blind: [S] bool, as in RowState; candidates: as in Candidates, contiguous."""
     rows, width = candidates[0].shape
     tokens, (size, source) = slot.new_empty(rows, width), slot.new_empty(2, rows)
     survival, cheap = torch.empty(2, rows, width, device=slot.device)
     weigh_kernel[(rows,)](
-        slot, *candidates, edges, matches, t.rate, t.luck, t.tokens, t.bins, t.told, tokens, size, source, survival, cheap,
-        width,
-        len(edges), len(matches), *limits, *kinds, power_of_two(width), power_of_two(max(len(edges), len(matches))), pdl,
-        **launch_options(1, pdl),
+        slot, blind, *candidates, edges, matches, t.rate, t.luck, t.tokens, t.bins, t.told, tokens, size, source, survival,
+        cheap, width, len(edges), len(matches), *limits, *kinds, power_of_two(width),
+        power_of_two(max(len(edges), len(matches))), pdl, **launch_options(1, pdl),
     )  # fmt: skip
     return tokens, size, survival, source, cheap
