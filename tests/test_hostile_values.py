@@ -34,6 +34,7 @@ from forerun.engine.engine import Engine
 from forerun.llm import LLM, LoadedModel
 from forerun.models.tokenizer import Detokenizer
 from forerun.options import option_of
+from forerun.structured import StructuredOutput
 from forerun.types import Request, SamplingParams, SettingError
 from tests.tiny import VOCAB, tiny_model
 
@@ -169,6 +170,12 @@ PARAMS = {
     "detokenize": flags(True),
     "cache_salt": Values("client-1", NOT_TEXT, [("", None), ("a", "a"), (np.str_("x"), "x"), (None, None)]),
     "priority": wholes(0, -LARGEST, LARGEST, none=0),
+    "structured": Values(
+        "{'choice': ['yes', 'no']}",
+        [5, True, "x", "", b"x", [], ["choice"], {}, {"words": ["x"]}, {5: 1}, {"regex": "a", "choice": ["a"]}, object(), NAN,
+         {"regex": None}, {"json_object": False}, {"choice": []}],
+        [({"choice": "x"}, StructuredOutput(choice=("x",))), ({"regex": "a"}, StructuredOutput(regex="a")), (None, None)],
+    ),
 }  # fmt: skip
 
 SPECULATION = {
@@ -277,8 +284,26 @@ def config(**given: Any) -> EngineConfig:
     return EngineConfig(**given)
 
 
+def form(**given: Any) -> StructuredOutput:
+    return StructuredOutput(**given)
+
+
 def request(**given: Any) -> Request:
     return Request(**{"id": "a", "prompt_ids": (5,), "params": SamplingParams(), "max_tokens": 4, "seed": 0, **given})
+
+
+STRUCTURED = {
+    "json_object": Values(True, [v for v in NOT_FLAG if v]),
+    "json_schema": Values(
+        "{'type': 'object', 'properties': {'age': {'type': 'integer'}}}",
+        [5, True, False, "true", "x", "{", "[]", b"{}", [], object(), NAN, {"a": object()}, {"a": NAN}, {"a": SURROGATE},
+         "[" * 100_000, {"a": {1, 2}}, '{"a": NaN}'],
+        [({"type": "object"}, '{"type": "object"}'), ('{"b":1,  "a":2}', '{"b": 1, "a": 2}'), ({}, "{}"), ("{}", "{}")],
+    ),
+    "regex": Values("yes|no", [*NOT_TEXT, ""], [("a", "a"), (np.str_("a"), "a")]),
+    "grammar": Values('start: "yes" | "no"', [*NOT_TEXT, ""], [("a", "a")]),
+    "choice": texts("yes")._replace(converted=texts("yes").converted[:-3]),
+}  # fmt: skip
 
 
 TABLES: list[tuple[Callable[..., Any], type, dict[str, Values]]] = [
@@ -286,6 +311,7 @@ TABLES: list[tuple[Callable[..., Any], type, dict[str, Values]]] = [
     (speculation, Speculation, SPECULATION),
     (config, EngineConfig, ENGINE),
     (request, Request, REQUEST),
+    (form, StructuredOutput, STRUCTURED),
 ]
 EVERY = [pytest.param(build, name, v, id=f"{build.__name__}.{name}") for build, _, table in TABLES for name, v in table.items()]
 

@@ -17,7 +17,7 @@ from tests.tiny import tiny_model
 HTTP = {"aiohttp", "yarl", "requests", "urllib3", "httpx", "httpx2", "httpcore", "huggingface_hub", "uvicorn", "starlette"}
 STATISTICS = {"scipy", "pandas", "matplotlib", "sklearn"}
 TERMINAL = {"rich", "typer", "click", "pygments", "markdown_it"}
-OTHERS = {"transformers", "gguf", "jinja2"}
+OTHERS = {"transformers", "gguf", "jinja2", "llguidance"}
 SLOW = {"torch", "numpy", "tokenizers", "safetensors", "triton"}
 
 

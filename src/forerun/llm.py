@@ -45,6 +45,7 @@ from forerun.types import (
     require,
     sampling_params,
 )
+from forerun.verify.grammar import Grammars
 from forerun.verify.sampling import SamplingState
 
 LOG = logging.getLogger("forerun")
@@ -277,12 +278,13 @@ class LLM:
             given = DrafterContext(state, mirror, sampling, kv, config, padded, vocab, drafter_model, head)
             return TABLE[speculation.method](speculation, given)
 
-        self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(tokenizer))
+        end_ids = tuple(dict.fromkeys((*loaded.target.config.eos_ids, *tokenizer.end_ids)))
+        grammars = Grammars(tokenizer, loaded.target.vocab, end_ids)
+        self.engine = Engine(loaded.target, config, make_drafter, lambda: Detokenizer(tokenizer), grammars=grammars)
         self.engine.warm_up()
         self.owner = Owner(self.engine)
         LOG.info(self.engine.capacity())
         self._idle_drafter = IdleDrafter(speculation, config.max_num_seqs, context)
-        end_ids = tuple(dict.fromkeys((*loaded.target.config.eos_ids, *tokenizer.end_ids)))
         limits = Limits(self.engine.max_model_len, loaded.target.vocab, end_ids, config.seed, speculation)
         self.prompts = Prompts(tokenizer, limits)
 

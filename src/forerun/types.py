@@ -27,6 +27,7 @@ from forerun.checks import (
 )
 from forerun.checks import LoadError as LoadError
 from forerun.checks import SettingError as SettingError
+from forerun.structured import StructuredOutput, structured
 
 if TYPE_CHECKING:
     from typing import Any
@@ -58,6 +59,7 @@ class SamplingParams:
     `prediction`. detokenize: off: the answer has token ids and no text, which saves the host half of its work for a token.
     cache_salt: what the request leaves in the prefix cache and in the shared suffix tree is found by requests with the same
     text here only; "" is None. priority: lower ones are admitted first and preempted last; of equal ones the first that came.
+    structured: the form that the answer must have, StructuredOutput or a mapping with one of its fields.
 
     checks.py says how values are converted: numpy's and torch's scalars, 7.0 for 7, a list for a tuple, digits as keys of
     logit_bias. None means the default, except for max_tokens. Raises SettingError.
@@ -86,6 +88,7 @@ class SamplingParams:
     detokenize: bool = setting(True, Flag())
     cache_salt: str | None = setting(None, Text("client-1", empty=True))
     priority: int = setting(0, Whole(-LARGEST, LARGEST, 0))
+    structured: StructuredOutput | None = setting(None, structured)
 
     def __post_init__(self) -> None:
         convert(self)

@@ -59,6 +59,10 @@ class Options:
     frequency_penalty: float = option(0.0, SAMPLING, "Subtracted for each time that the token is in the output.")
     stop: tuple[str, ...] = option((), SAMPLING, "End before this text. May be repeated.", metavar="TEXT")
     ignore_eos: bool = option(False, SAMPLING, "Go on past the model's end of text, up to --max-tokens.")
+    structured: str | None = option(
+        None, SAMPLING, "The form of the answer, for instance '{\"choice\": [\"yes\", \"no\"]}'; see docs/structured.md.",
+        metavar="JSON",
+    )  # fmt: skip
     seed: int | None = option(None, SAMPLING, "The same seed gives the same sampled answer.", default_text="0")
     speculative_config: str | None = option(
         None, SPECULATION,
@@ -81,7 +85,10 @@ class Options:
         from forerun.types import SamplingParams
 
         shared = {field.name for field in fields(SamplingParams)} & {field.name for field in fields(self)}
-        return SamplingParams(**{name: getattr(self, name) for name in shared} | {"prediction": _prediction(self.prediction)})
+        given = {name: getattr(self, name) for name in shared} | {"prediction": _prediction(self.prediction)}
+        if self.structured is not None:
+            given["structured"] = textfile.json_object("structured", self.structured, '{"choice": ["yes", "no"]}')
+        return SamplingParams(**given)
 
 
 def generate(

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.device import send
+from forerun.device import send, send_integers
 from forerun.drafters import Drafter, Observed, Rows, Worth
 from forerun.engine.commit import commit, commit_on_host
 from forerun.engine.policy import LEVELS
@@ -27,6 +27,7 @@ from forerun.kernels import Batch, Kernels
 from forerun.models.decoder import KVCache, Target
 from forerun.types import Draft, Verdict
 from forerun.verify.accept import accept_block, accept_drawn, accept_ratio
+from forerun.verify.grammar import Block
 from forerun.verify.sampling import Features, SamplingState, logprobs
 
 GREEDY = Features()
@@ -350,6 +351,7 @@ class Cycle:
         """Draft for these slots [B] and keep the drafts. wanted: as in Layout, on the CPU if given; passes, worth: as in
         Rows."""
         assert self.drafter is not None
+        features = features._replace(grammar=False)  # its masks are for the block before, and the next draft is cut by them
         k = torch.where(self.state.active[slot], self.width if wanted is None else wanted, 0)
         width = self.width if wanted is None else int(k.max())
         draft = self.drafter.propose(Rows(slot, k, width, features, passes, worth))
@@ -364,6 +366,30 @@ class Cycle:
             state.chances[slot, :width] = draft.confidence
         if state.draft_probs is not None and draft.probs is not None:
             state.draft_probs[slot, :width] = draft.probs
+
+    def at_hand(self, slots: list[int]) -> list[list[int]]:
+        """The drafts kept for the next step of these slots. Waits for the device."""
+        at = send_integers(slots, self.state.length.device)
+        kept = torch.cat((self.state.draft_size[at][:, None], self.state.draft[at]), 1).tolist()
+        return [tokens[:size] for size, *tokens in kept]
+
+    def amend(self, slots: list[int], blocks: list[Block], chances: list[list[float]] | None) -> None:
+        """Keep the drafts of these blocks in place of those at hand. chances: the survival of each of their tokens, if it is
+        known. Forced tokens get probability 1."""
+        state, device = self.state, self.state.length.device
+        pairs = list(zip(slots, blocks, strict=True))
+        sent = send_integers([[s, len(b.tokens), *b.tokens, *[0] * (self.width - len(b.tokens))] for s, b in pairs], device)
+        confidence = None
+        if chances is not None:
+            confidence = send(np.array([[*row, *[0.0] * (self.width - len(row))] for row in chances], np.float32), device)
+        self._keep(sent[:, 0], Draft(sent[:, 2:], sent[:, 1], None, confidence))
+        if state.draft_probs is None:
+            return
+        certain = [(s, i, b.tokens[i]) for s, b in pairs for i, forced in enumerate(b.forced) if forced]
+        if certain:
+            slot, place, token = send_integers(certain, device).T
+            state.draft_probs[slot, place] = 0.0
+            state.draft_probs[slot, place, token] = 1.0
 
     def keep(self, slots: list[int], draft: Draft) -> None:
         """Keep a draft that was made on the host for the next step of these slots."""

@@ -34,7 +34,8 @@ from forerun.engine.text import Detokenizer, NoText, TextStream
 from forerun.kernels import cpu
 from forerun.kernels.cpu_threads import only_this_thread
 from forerun.models.decoder import KVCache, Target
-from forerun.types import Event, FinishReason, Request, require
+from forerun.types import Event, FinishReason, Request, SettingError, require
+from forerun.verify.grammar import Grammars, Matcher
 from forerun.verify.sampling import SamplingState, check_request
 
 LOG = logging.getLogger("forerun")
@@ -95,11 +96,13 @@ class Engine:
         make_drafter: MakeDrafter,
         detokenizer: Callable[[], Detokenizer],
         padded: bool | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """make_drafter: builds the drafter on the engine's state; detokenizer: makes a new one for each request; padded: the
-        padded layout, read one step late (None: on CUDA). Raises SettingError for settings that cannot work together."""
+        padded layout, read one step late (None: on CUDA); grammars: compiles the grammars of requests, None: they are refused.
+        Raises SettingError for settings that cannot work together."""
         speculation = config.speculation
-        self.config = config
+        self.config, self._grammars = config, grammars
         self.max_model_len = config.max_model_len or target.max_positions
         limit = target.max_positions
         require(self.max_model_len <= limit, "max_model_len", self.max_model_len, f"the model takes at most {limit}")
@@ -297,13 +300,27 @@ class Engine:
             request.max_tokens,
             f"prompt and answer are {most} tokens and the KV cache holds {self.kv_tokens}; raise kv_cache_tokens",
         )
-        params = request.params
+        params, matcher = request.params, self._matcher(request)
         detokenizer = self._detokenizer() if params.detokenize else NoText()
         text = TextStream(detokenizer, params.stop, params.include_stop_str_in_output)
         with Uninterrupted():
             sequence = self.scheduler.add(request)
+            sequence.matcher = matcher
             self._live[request.id], self._texts[request.id] = sequence, text
         return sequence
+
+    def prepare(self, request: Request) -> None:
+        """Compile the request's grammar, if it has one, so that `add` need not. Any thread may call this at any time. Raises
+        SettingError for a grammar that cannot be used."""
+        if isinstance(request, Request) and request.params.structured is not None:
+            self._matcher(request)
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        if request.params.structured is None:
+            return None
+        if self._grammars is None:
+            raise SettingError("structured", request.params.structured, "this engine was built without grammars; leave it out")
+        return self._grammars.matcher(request)
 
     def abort(self, request_id: str) -> RequestStats | None:
         """End a request in any state and free its pages. Return its statistics; None if no request has that id."""
@@ -384,23 +401,25 @@ class Engine:
         for sequence in plan.admitted:
             self._blamed = [sequence]
             self._admit(sequence)
-        spent, wait, decoded = Times(0.0, 0.0, 0.0), 0.0, None
         if plan.rows:
             self._blamed = [row.sequence for row in plan.rows]
             self._in_flight.append(self._step.launch(plan))
             self.scheduler.launch(plan.rows)
-        if len(self._in_flight) > self._step.lag or (self._in_flight and not plan.rows):
-            spent, wait, decoded = self._read(self._in_flight.popleft())
 
-        stats, seconds = self.stats, time.perf_counter() - start
+        flying, stats = self._in_flight, self.stats
+        due = len(flying) - self._step.lag if plan.rows and not flying[-1].masked else len(flying)
+        read = [self._read(flying.popleft()) for _ in range(due)]
+        rest = seconds = time.perf_counter() - start
         stats.preemptions += len(plan.preempted)
-        stats.draft_s += spent.draft
-        stats.forward_s += spent.forward
-        stats.verify_s += spent.verify
-        stats.wait_s += wait
-        stats.other_s += seconds - sum(spent) - wait
-        if decoded is not None and self._speedup is not None:
-            self._speedup.record(decoded._replace(seconds=seconds, times=spent))
+        for spent, wait, decoded in read:
+            stats.draft_s += spent.draft
+            stats.forward_s += spent.forward
+            stats.verify_s += spent.verify
+            stats.wait_s += wait
+            rest -= sum(spent) + wait
+            if decoded is not None and self._speedup is not None and len(read) == 1:
+                self._speedup.record(decoded._replace(seconds=seconds, times=spent))
+        stats.other_s += rest
 
     def _read(self, step: InFlight) -> tuple[Times, float, Decoded | None]:
         """Wait for a step, read and commit it. A drafter on the host then drafts for the rows that go on. Also returns the
@@ -456,6 +475,9 @@ class Engine:
             reason, text = "error", text + stream.finish()
             at = len(sequence.ids) + len(tokens)
             error = f"the logits for the token at position {at} hold a NaN or are infinite: the weights or the dtype are broken"
+            if sequence.matcher is not None:
+                cause = sequence.matcher.error or "with the bans of the request it leaves none"
+                error = f"the grammar allows no token at position {at}, or the logits are broken: {cause}"
         first = len(sequence.ids) == sequence.prompt
         self.scheduler.commit(row, tokens)
         if first:

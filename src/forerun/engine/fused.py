@@ -58,8 +58,10 @@ class FusedCycle(Cycle):
         return self._shared(key, slot, laid.owner, Draft(self.state.draft[:0], laid.size), batch, laid.x)
 
     def served(self, features: Features) -> Features:
-        """One of three classes, so that few graphs serve all requests. Kernels read each row's filters, penalties and bans."""
-        return EVERYTHING if features.shaped else SAMPLED if features.sampled else GREEDY
+        """One of four classes, so that few graphs serve all requests. Kernels read each row's filters, penalties and bans."""
+        if features.shaped:
+            return EVERYTHING._replace(grammar=features.grammar)
+        return SAMPLED if features.sampled else GREEDY
 
     def _shaped(self, key: Key, layout: Layout, logits: Tensor) -> tuple[Tensor, Tensor]:
         features, sampling = key.features, self.sampling

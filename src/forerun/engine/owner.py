@@ -44,6 +44,8 @@ class Stream:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none. Their events come here. Raises SettingError if one can never run."""
+        for request in requests:  # grammars are compiled while steps go on
+            self._owner.engine.prepare(request)
         with self._owner.between_steps(), Uninterrupted():
             live = self._owner.queue(requests, self._arrived)
             self.live.update(live)

@@ -59,6 +59,18 @@ class AcceptanceHistory:
         """Whether it is time to draft again, as no draft was verified for a while."""
         return self.idle >= self.patience
 
+    def amend(self, forced: Sequence[bool]) -> None:
+        """The next draft was changed on the host. forced: whether each of its tokens is all that may follow. Such a token is as
+        likely as the one before it."""
+        if self.confidence is not None or any(forced):
+            known, chance, chances = self.confidence, 1.0, list[float]()
+            for i, certain in enumerate(forced):
+                if not certain:
+                    chance = known[i] if known is not None else chance * self.optimistic_rate
+                chances.append(chance)
+            self.confidence = chances
+        self.at_hand = len(forced)
+
     def learn(self, drafted: int, accepted: int, at_hand: int | None, confidence: list[float] | None = None) -> None:
         """Record a step: draft tokens that it verified, how many of these it accepted, and of the next draft its length and its
         survival probabilities."""

@@ -22,12 +22,15 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from forerun.engine.pages import ROOT, Before, Pages
 from forerun.engine.policy import AcceptanceHistory, Policy
 from forerun.engine.stats import DraftStats, RequestStats
 from forerun.types import Request
+
+if TYPE_CHECKING:
+    from forerun.verify.grammar import Matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +42,8 @@ class Sequence:
     observed: positions that the drafter's model observed before it missed one, None: all; serial, published: its last page in
     the prefix cache, and how many it has there; mapped: how many of its pages are in the slot's block table; row: its part in
     its last decode step; cached: tokens found in the prefix cache at its first admission; arrived_at, admitted_at, first_at,
-    ended_at: when it came, first got a slot, had its first token and ended (perf_counter seconds, 0: not yet)."""
+    ended_at: when it came, first got a slot, had its first token and ended (perf_counter seconds, 0: not yet);
+    matcher: of its grammar, if it has one."""
 
     request: Request
     ids: list[int]
@@ -67,6 +71,7 @@ class Sequence:
     ended_at: float = 0.0
     stats: DraftStats = field(default_factory=DraftStats)
     history: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
         self.prompt = len(self.request.prompt_ids)

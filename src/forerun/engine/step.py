@@ -47,6 +47,11 @@ class InFlight(NamedTuple):
     arrived: Callable[[], None]
     times: Times
 
+    @property
+    def masked(self) -> bool:
+        """Whether a row that commits has a grammar. Then nothing may be launched before the step is read."""
+        return any([key.features.grammar for _, _, key in self.parts])
+
 
 class Step:
     """host_drafter: a drafter on the host; None: drafts are made in the cycle. mirror: tables on the host for that drafter.
@@ -106,6 +111,9 @@ class Step:
             if admitted:
                 self.cycle.sampling.admit(admitted)
         self.state.map_pages(new_pages(plan.rows))
+        bound = [row for row in plan.rows if row.sequence.matcher is not None and row.commits]
+        if bound:
+            self._bind(bound)
         parts = []
         exact = False
         for key, given, rows in self.layout.arrange(plan.rows):
@@ -121,6 +129,23 @@ class Step:
         spent = time.perf_counter() - start
         draft, _, verify = self.cycle.times if exact else (0.0, 0.0, 0.0)
         return InFlight(plan.rows, parts, unfinished, mark(self.device), Times(draft, spent - draft - verify, verify))
+
+    def _bind(self, rows: list[PlanRow]) -> None:
+        """Put the drafts at hand of these rows under their grammars, and write the masks of the next launch. All their steps
+        have been read."""
+        cycle, sequences = self.cycle, [row.sequence for row in rows]
+        slots, blocks = [s.slot for s in sequences], []
+        for row, s, draft in zip(rows, sequences, cycle.at_hand(slots), strict=True):
+            assert s.matcher is not None
+            s.matcher.follow(s.ids, s.prompt)
+            block = s.matcher.block(draft, row.k, cycle.drawn)
+            blocks.append(block)
+            s.history.amend(block.forced)
+        if cycle.width:
+            chances = [s.history.confidence for s in sequences]
+            known = [one for one in chances if one is not None]
+            cycle.amend(slots, blocks, known if len(known) == len(chances) else None)
+        cycle.sampling.mask(slots, [block.masks for block in blocks], cycle.width)
 
     @staticmethod
     def _receive(report: Report) -> Report:

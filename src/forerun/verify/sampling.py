@@ -2,14 +2,14 @@
 live sequences are tensors with a row for each slot; the history is read from the tokens in the state. No counts are kept, so a
 rejected draft can never have been counted. Nothing here knows of drafts or acceptance.
 
-Order, as in vLLM: logit_bias, banned sequences and min_tokens, then penalties (`shape`); temperature, min_p, top_k, top_p
-(`probs`, `choose`). Ties with the last token kept by a filter are kept, see filters.py.
+Order, as in vLLM: logit_bias, banned sequences and min_tokens, penalties, the mask of a grammar (`shape`); temperature, min_p,
+top_k, top_p (`probs`, `choose`). Ties with the last token kept by a filter are kept, see filters.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from forerun.verify.noise import CHOOSE, draw, draw_row, signed, uniform
 
 BAN = -100.0  # a logit_bias this low bans the token
 ROOM = (64, 16, (16, 8))  # first sizes on a device, per slot: biases; stop tokens held off; banned sequences and their tokens
+WORD = 32  # tokens of a word of a mask
 BROKEN = -1  # in place of a token: the logits that it would be chosen from hold a NaN or an infinite largest value
 
 
@@ -31,7 +32,7 @@ class Features(NamedTuple):
     """Which sampling parameters some rows use; the work for the others is left out. All off is greedy decoding.
 
     bias: logit_bias or single banned tokens; banned: longer banned sequences. top_k: the largest, rounded up to a power of two
-    (so that few values occur), 0 for none; unbounded: a top_p without a top_k, for which every token is ranked.
+    (so that few values occur), 0 for none; unbounded: a top_p without a top_k, for which every token is ranked; grammar: masks.
     """
 
     sampled: bool = False
@@ -43,10 +44,11 @@ class Features(NamedTuple):
     top_k: int = 0
     top_p: bool = False
     unbounded: bool = False
+    grammar: bool = False
 
     @property
     def shaped(self) -> bool:
-        return self.penalties or self.bias or self.banned or self.min_tokens
+        return self.penalties or self.bias or self.banned or self.min_tokens or self.grammar
 
     @property
     def filtered(self) -> bool:
@@ -114,6 +116,10 @@ class SamplingState:
         self.bias_values = torch.zeros(count, biases, device=device)  # [S,N]
         self.stop_ids = torch.full((count, stops), -1, dtype=torch.int64, device=device)  # [S,M], unused: -1
         self.banned = torch.full((count, *banned), -1, dtype=torch.int64, device=device)  # [S,W,Lw], right-aligned, unused: -1
+        # [S,K+1,ceil(V/32)] int32, the tokens that a slot's grammar allows at each position of its block, a bit for each, the
+        # lowest first; other slots allow all. It is made for the first request with a grammar
+        self.masks = torch.empty(count, 0, 0, dtype=torch.int32, device=device)
+        self._masked: set[int] = set()  # slots that have a mask
         self.version = 0
         self._features = [Features()] * count
         self._listed: set[int] = set()  # slots that have entries in these tables
@@ -172,7 +178,11 @@ class SamplingState:
             top_k=1 << (top_k - 1).bit_length() if top_k else 0,
             top_p=top_p,
             unbounded=top_p and top_k == 0,
+            grammar=params.structured is not None,
         )
+        if slot in self._masked:
+            self.masks[slot] = -1
+            self._masked.remove(slot)
 
     def _write(self, table: Tensor, slot: int, values: np.ndarray, fill: int) -> Tensor:
         """The table [S, ...] with these values among the slot's entries, of which the others are unused. A table that is too
@@ -187,6 +197,20 @@ class SamplingState:
         (row if values.ndim == 1 else row[:, row.shape[1] - values.shape[1] :]).copy_(send(values, table.device))
         return table
 
+    def mask(self, slots: Sequence[int], masks: Sequence[np.ndarray], width: int) -> None:
+        """Write the masks of these slots for the next launch. masks: [n,words] int32 each, n at most width + 1; behind the n
+        positions all tokens are allowed. width: drafts of a row at most, always the same."""
+        if not self.masks.numel():
+            self.version += 1
+            shape = (len(self.masks), width + 1, -(-self.vocab // WORD))
+            self.masks = torch.full(shape, -1, dtype=torch.int32, device=self.masks.device)
+        packed = np.full((len(slots), *self.masks.shape[1:]), -1, np.int32)
+        for row, one in zip(packed, masks, strict=True):
+            row[: len(one)] = one
+        self._masked.update(slots)
+        at, device = np.array(slots, dtype=np.int64), self.masks.device
+        self.masks.index_copy_(0, send(at, device), send(packed, device))
+
     def features(self, slots: Iterable[int]) -> Features:
         """What these slots use together, as the host knows it."""
         each = [self._features[slot] for slot in slots]
@@ -197,13 +221,14 @@ class SamplingState:
         return uniform(self.seed[slot], position, purpose)
 
     def shape(self, logits: Tensor, slot: Tensor, position: Tensor, features: Features, longest: int = 0) -> Tensor:
-        """The logits under bias, bans, min_tokens and penalties; [N,V] float32, [N], [N] -> [N,V]. The same tensor if none
-        of them is on, else a new one.
+        """The logits under bias, bans, min_tokens, penalties and grammars; [N,V] float32, [N], [N] -> [N,V]. The same tensor
+        if none of them is on, else a new one.
 
         position: where the token that is chosen will stand in its slot. Its history is what lies before it, this step's drafts
         included. longest: no position is larger (0: unknown, whole slots are read). Banned sequences match across the end of
         the prompt. The repetition penalty divides positive logits of tokens in the history and multiplies negative ones; the
-        frequency penalty (times the count) and the presence penalty are subtracted for tokens of the output.
+        frequency penalty (times the count) and the presence penalty are subtracted for tokens of the output. The tokens that a
+        grammar refuses get -inf.
         """
         if not features.shaped:
             return logits
@@ -218,7 +243,21 @@ class SamplingState:
             out.scatter_add_(1, stops.clamp(min=0), _ban_where(early, out.dtype))
         if features.penalties:
             self._penalise(out, slot, position, longest or self.tokens.shape[1])
+        if features.grammar and self.masks.numel():
+            self._mask(out, slot, position)
         return out
+
+    def _mask(self, out: Tensor, slot: Tensor, position: Tensor) -> None:
+        at = (position - self.length[slot]).clamp(0, self.masks.shape[1] - 1)  # the place in the block
+        if not self.host:
+            bits = self.masks[slot, at][:, :, None] >> torch.arange(WORD, dtype=torch.int32, device=out.device)
+            out.masked_fill_((bits & 1 == 0).flatten(1)[:, : self.vocab], -math.inf)
+            return
+        rows, masks = out.numpy(), self.masks.numpy()
+        for row, owner, place in zip(rows, slot.tolist(), at.tolist(), strict=True):
+            if owner in self._masked:
+                allowed = np.unpackbits(masks[owner, place].view(np.uint8), count=self.vocab, bitorder="little")
+                row[allowed == 0] = -math.inf
 
     def _ban_sequences(self, out: Tensor, slot: Tensor, position: Tensor) -> None:
         banned = self.banned[slot]  # [N,W,Lw]
