@@ -397,30 +397,27 @@ INLINE void quantise(const int wide, const void *x, const void *norm, float eps,
         factor = 1.0f / __builtin_sqrtf(sum1(square) / (float)k + eps);
     }
     for (int64_t i = 0; i < k; i += 32) {
-        float v[32];
+        vf v[32 / LANES];
         vi top = {0}; /* the largest magnitude; compared as integers, NaN is larger than any number */
-        for (int j = 0; j < 32; j += LANES) {
-            vf at = get(wide, x, i + j, LANES);
-            if (norm) at = at * factor * get(wide, norm, i + j, LANES);
-            store(v + j, at);
-            vi size = (vi)at & 0x7fffffff, more = size > top;
+        for (int j = 0; j < 32 / LANES; j++) {
+            v[j] = get(wide, x, i + j * LANES, LANES);
+            if (norm) v[j] = v[j] * factor * get(wide, norm, i + j * LANES, LANES);
+            vi size = (vi)v[j] & 0x7fffffff, more = size > top;
             top = (size & more) | (top & ~more);
         }
-        int32_t largest = top[0];
-        for (int lane = 1; lane < LANES; lane++) largest = top[lane] > largest ? top[lane] : largest;
+        const int32_t largest = peak_whole(top);
         float most;
         memcpy(&most, &largest, sizeof most);
         const float inverse = most > 0 ? 127.0f / most : 0.0f;
         const int64_t at = i / 32 * to->tokens + token;
         int8_t *q = to->q + at * 32;
-        for (int j = 0; j < 32; j += LANES) {
-            int32_t whole[LANES];
-            vi rounded = (vi)fma_(load(v + j), splat(inverse), magic) - (vi)magic;
-            memcpy(whole, &rounded, sizeof whole);
-            for (int lane = 0; lane < LANES; lane++) q[j + lane] = (int8_t)whole[lane];
+        vi sums[2] = {{0}}; /* of the first and the second half */
+        for (int j = 0; j < 32 / LANES; j++) {
+            const vi whole = (vi)fma_(v[j], splat(inverse), magic) - (vi)magic;
+            store_bytes(q + j * LANES, whole);
+            sums[j * LANES / 16] += whole;
         }
-        int32_t first = 0, second = 0;
-        for (int j = 0; j < 16; j++) first += q[j], second += q[16 + j];
+        const int32_t first = sum_whole(sums[0]), second = sum_whole(sums[1]);
         to->d[at] = most / 127.0f, to->ds[at] = to->d[at] * (float)(first + second);
         to->sums[2 * at] = first, to->sums[2 * at + 1] = second;
     }

@@ -149,6 +149,35 @@ INLINE float peak(vf v) { /* the largest lane */
 #endif
 }
 
+/* the sum over the lanes, and the largest lane */
+INLINE int32_t sum_whole(vi v) {
+#if AVX512
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t sum = v[0];
+    for (int i = 1; i < LANES; i++) sum += v[i];
+    return sum;
+#endif
+}
+INLINE int32_t peak_whole(vi v) {
+#if AVX512
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t most = v[0];
+    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+
+/* the lowest bytes of the lanes, as numbers with a sign */
+INLINE void store_bytes(int8_t *p, vi v) {
+#if AVX512
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+    for (int i = 0; i < LANES; i++) p[i] = (int8_t)v[i];
+#endif
+}
+
 INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 
 INLINE vh narrow(vf v) { /* to the nearest bfloat16, ties to even; NaN stays NaN */
