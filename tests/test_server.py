@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2 as httpx
 import openai
 import pytest
 
@@ -68,3 +69,54 @@ def test_a_stream_adds_up_to_the_answer_without_streaming(client: openai.OpenAI,
     assert text == [choice.message.content for choice in whole.choices]
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert last.completion_tokens == whole.usage.completion_tokens and last.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_logprobs_ids_echo_and_usage(client: openai.OpenAI, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
+    done = llm.chat(MESSAGES, params)[0]
+    asked = dict(model=llm.model.name, messages=MESSAGES, temperature=0, max_tokens=12, logprobs=True, top_logprobs=2)
+    got = client.chat.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]
+    assert got.token_ids == list(done.token_ids) and got.prompt_token_ids == list(done.prompt_ids)
+    for mine, its in zip(got.logprobs.content, done.completions[0].logprobs, strict=True):
+        assert mine.logprob == pytest.approx(its.logprob, abs=1e-4) and len(mine.top_logprobs) == 2
+        assert bytes(mine.bytes) == llm.tokenizer.token_bytes(its.token)
+    streamed = [
+        one
+        for chunk in client.chat.completions.create(**asked, stream=True)
+        for choice in chunk.choices
+        for one in choice.logprobs.content
+    ]
+    assert [one.token for one in streamed] == [one.token for one in got.logprobs.content]
+
+    prompts = ["the thing", "on and on"]
+    asked = dict(model=llm.model.name, prompt=prompts, temperature=0, max_tokens=6)
+    plain = client.completions.create(**asked)
+    expected = [output.text for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6))]
+    assert [choice.text for choice in plain.choices] == expected
+    echoed = client.completions.create(**asked, echo=True)
+    assert [choice.text for choice in echoed.choices] == [p + t for p, t in zip(prompts, expected, strict=True)]
+    noted = client.completions.create(**asked, logprobs=1).choices[0].logprobs
+    assert noted.text_offset[0] == 0 and len(noted.tokens) == len(noted.token_logprobs) == len(noted.top_logprobs)
+    long = "the thing in the " * 8
+    for cached in (0, 32):
+        usage = client.completions.create(model=llm.model.name, prompt=long, max_tokens=1).usage
+        assert (usage.prompt_tokens_details.cached_tokens >= 32) == bool(cached)
+
+
+def test_other_routes(client: openai.OpenAI, served: Served, llm: LLM) -> None:
+    assert [model.id for model in client.models.list()] == [llm.model.name]
+    assert client.models.retrieve(llm.model.name).id == llm.model.name
+    text = "the thing: déjà vu 😀"
+    got = httpx.post(f"{served.url}/tokenize", json={"prompt": text}).json()
+    assert got["tokens"] == llm.tokenizer.encode(text) and got["count"] == len(got["tokens"])
+    assert httpx.post(f"{served.url}/detokenize", json={"tokens": got["tokens"]}).json() == {"prompt": text}
+    got = httpx.post(f"{served.url}/tokenize", json={"messages": MESSAGES}).json()
+    assert got["tokens"] == llm.prompts.chat_ids(MESSAGES)
+    assert httpx.get(f"{served.url}/version").json()["version"]
+
+
+def test_errors_reach_the_client_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="gpt-9", prompt="a", temperature=-1, stream=True)
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        client.completions.create(model="gpt-9", prompt="a")

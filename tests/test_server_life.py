@@ -41,12 +41,20 @@ def server(loaded: LoadedModel) -> Iterator[Inside]:
     assert inside.held == 0
 
 
-def send(server: Inside, body: dict[str, Any] | bytes, path: str = "/v1/completions") -> socket.socket:
+def send(server: Inside | Served, body: dict[str, Any] | bytes, path: str = "/v1/completions") -> socket.socket:
     """Send a request and do not wait for its answer."""
-    sock = socket.create_connection(server.address)
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)))
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     sock.sendall(HEAD.format(path, len(data)).encode() + data)
     return sock
+
+
+def received(sock: socket.socket) -> tuple[int, Any]:
+    """The status and the content of an answer after which the connection is closed."""
+    with sock, sock.makefile("rb") as file:
+        head, _, content = file.read().partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(content)
 
 
 def post(server: Inside | Served, body: Any, path: str = "/v1/completions", **more: Any) -> httpx.Response:
@@ -82,7 +90,7 @@ def test_a_client_that_leaves_frees_pages_within_two_steps(slow: Inside, state: 
         sock.recv(1)
     steps = engine.stats.steps
     sock.close()
-    wait_for(lambda: engine.load == (len(others), 0))
+    wait_for(lambda: len(engine.scheduler.running) == len(others) and not engine.scheduler.waiting)
     assert engine.stats.steps - steps <= 2
     assert slow.held <= held + len(others)  # the others may have grown by a page
     for other in others:
@@ -233,27 +241,20 @@ def test_a_request_that_takes_too_long(loaded: LoadedModel) -> None:
 
 def test_a_shutdown_ends_or_fails_cleanly_what_runs(loaded: LoadedModel) -> None:
     """Answers within the grace time are whole, and the others end with an error that says why."""
-    served = Served(loaded.folder, "--grace", "1", "--kv-cache-tokens", "32768")
-    body, answers = {"prompt": "the thing", **LONG, "max_tokens": 16000}, dict[int, httpx.Response]()
-
-    def ask(tokens: int) -> None:
-        answers[tokens] = post(served, body | {"max_tokens": tokens})
-
-    others = [threading.Thread(target=ask, args=(tokens,)) for tokens in (100, 16000)]
+    served = Served(loaded.folder, "--grace", "2", "--kv-cache-tokens", "65536")
+    body = {"prompt": "the thing", **LONG, "max_tokens": 16000}
+    short, long = send(served, body | {"max_tokens": 20}), send(served, body)
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body | {"stream": True}, timeout=60) as stream:
         lines = stream.iter_lines()
-        next(lines)
-        for other in others:
-            other.start()
-        time.sleep(0.2)  # they are sent
+        next(lines)  # the server has read the others
         served.process.send_signal(signal.SIGTERM)
         rest = [line for line in lines if line]
-    for other in others:
-        other.join()
-    assert served.process.wait(30) == 0
-    assert answers[100].json()["usage"]["completion_tokens"] == 100
-    assert answers[16000].status_code == 503 and "shutting down" in answers[16000].json()["error"]["message"]
+    status, answer = received(short)
+    assert status == 200 and answer["usage"]["completion_tokens"] == 20
+    status, answer = received(long)
+    assert status == 503 and "shutting down" in answer["error"]["message"]
     assert "shutting down" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+    assert served.process.wait(30) == 0
 
 
 def test_the_server_ends_with_an_error_if_its_engine_process_does(loaded: LoadedModel) -> None:
@@ -303,5 +304,32 @@ def test_an_aborted_first_of_n_leaves_the_others(loaded: LoadedModel) -> None:
         expected = server.llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8))[0].text
         assert [choice["text"] for choice in got["choices"]] == [expected] * 3
         assert got["usage"]["completion_tokens"] == 24
+    finally:
+        server.close()
+
+
+def test_usage_counts_the_tokens_of_a_prediction(loaded: LoadedModel) -> None:
+    server = Inside(engine(loaded, speculative_config="prediction", adaptive_drafts=False))
+    bias = {str(token): 100 for token in loaded.tokenizer.encode("xyz", False)}  # the answer has a token for each letter
+    asked = {"messages": [{"role": "user", "content": "the thing"}], "temperature": 0, "max_tokens": 30, "logit_bias": bias}
+    none = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    try:
+        done = post(server, asked, "/v1/chat/completions").json()
+        answer = done["choices"][0]["message"]["content"]
+        assert len(answer) == 30 and done["usage"]["completion_tokens_details"] == none
+        for extra in ("", "wwww"):
+            content = [{"type": "text", "text": part} for part in (answer[:20], extra, answer[20:])]
+            predicted = asked | {"prediction": {"type": "content", "content": content}}
+            expected = {"accepted_prediction_tokens": 30, "rejected_prediction_tokens": len(extra)}
+            got = post(server, predicted, "/v1/chat/completions").json()
+            assert got["choices"] == done["choices"] and got["usage"]["completion_tokens_details"] == expected
+            told, drafts = got["metrics"], server.llm.stats.drafts
+            assert told["accepted_tokens"] + told["steps"] == 29 and 0 < told["drafted_tokens"] <= drafts.drafted
+            assert sum(told["accepted_lengths"]) == told["drafting_steps"] and told["decode_s"] > 0
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            events = post(server, predicted | options, "/v1/chat/completions").text.split("\n\n")
+            last = json.loads(events[-3].removeprefix("data: "))
+            assert last["usage"]["completion_tokens_details"] == expected
+        assert server.llm.stats.drafts.accepted > 0
     finally:
         server.close()

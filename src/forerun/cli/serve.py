@@ -40,7 +40,10 @@ class Options:
         "answer.",
         "-s", metavar="JSON|WORD", default_text="no drafts",
     )  # fmt: skip
-    adaptive_drafts: bool = option(True, SPECULATION, "Verify the drafts that are expected to pay; off: always full drafts.")
+    adaptive_drafts: bool = option(
+        True, SPECULATION, "Verify the drafts that are expected to pay; off: always full drafts.",
+        "--adaptive-drafts/--no-adaptive-drafts",
+    )  # fmt: skip
     max_model_len: int | None = option(
         None, ENGINE, "Context length: prompt and answer together.",
         default_text="the model's; on a CPU at most what a quarter of the free memory holds",
@@ -54,7 +57,10 @@ class Options:
         default_text="what max-num-seqs contexts need, within a quarter of the free memory; on a GPU what its share leaves",
     )  # fmt: skip
     block_size: int = option(16, ENGINE, "Tokens of a page of the KV cache.")
-    enable_prefix_caching: bool = option(True, ENGINE, "Reuse the keys and values of equal beginnings of prompts.")
+    enable_prefix_caching: bool = option(
+        True, ENGINE, "Reuse the keys and values of equal beginnings of prompts.",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+    )  # fmt: skip
     gpu_memory_utilization: float = option(0.9, ENGINE, "The share of the GPU's memory that the engine may use.")
     seed: int = option(0, ENGINE, "For requests without a seed.")
     host: str = option("127.0.0.1", SERVER, "The address to listen at; 0.0.0.0 for all.")

@@ -338,11 +338,6 @@ class Engine:
         """Whether a request is under way or an event was not returned yet."""
         return bool(self._live or self._events)
 
-    @property
-    def load(self) -> tuple[int, int]:
-        """The numbers of running and of waiting requests."""
-        return len(self.scheduler.running), len(self.scheduler.waiting)
-
     def step(self) -> list[Event]:
         """Launch one step of all running requests and read the step that is due. Return an event for each request in it.
 

@@ -23,15 +23,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from forerun import __version__
 from forerun.checks import SettingError, require
 from forerun.prompts import Prompts
-from forerun.server import schemas
+from forerun.server import openapi, schemas
 from forerun.server.client import Answers, Busy, Client, Gone
+from forerun.server.forms import Model, error_body
 from forerun.server.messages import Ready
 from forerun.server.replies import ChatReply, CompletionReply, Piece, Reply, RequestError
 from forerun.server.settings import ServerSettings
 from forerun.types import Request
 
 INLINE = 16384  # bytes of a body; the prompt of a longer one is encoded in a thread
-OPEN_PATHS = ("/health", "/version")  # need no key
 RETRY_AFTER = 1  # seconds
 
 Asked = TypeVar("Asked", bound=schemas.Strict)
@@ -42,11 +42,6 @@ class JSON(Response):
 
     def render(self, content: Any) -> bytes:
         return to_json(content)
-
-
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Refusal(HTTPException):
@@ -80,6 +75,7 @@ class Server:
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health),
             Route("/version", self.version),
+            Route("/openapi.json", self.openapi),
         ]
         app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: refused, Exception: failed})
         return with_keys(app, self._settings.api_keys) if self._settings.api_keys else app
@@ -142,7 +138,10 @@ class Server:
     async def version(self, request: HTTPRequest) -> Response:
         return JSON({"version": __version__})
 
-    def _model(self, name: str) -> dict[str, Any]:
+    async def openapi(self, request: HTTPRequest) -> Response:
+        return JSON(openapi.document(bool(self._settings.api_keys)))
+
+    def _model(self, name: str) -> Model:
         length = self._ready.limits.max_model_len
         return {"id": name, "object": "model", "created": self._created, "owned_by": "forerun", "max_model_len": length}
 
@@ -358,7 +357,7 @@ def with_keys(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
     known = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in openapi.UNGUARDED:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             word, _, key = given.partition(b" ")
             digest = hashlib.sha256(key.strip()).digest()

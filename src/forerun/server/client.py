@@ -11,16 +11,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from forerun.engine.stats import EngineSnapshot
 from forerun.server.messages import (
     Abort,
     Accepted,
     Broken,
-    Ended,
     Frames,
     Ready,
     Refused,
     Start,
-    Stats,
     Step,
     Submit,
     Unusable,
@@ -46,7 +45,7 @@ class Answers:
         self._client = client
         self._open = {request.id for group in groups for request in group}
         self._unqueued = {group[0].id for group in groups}
-        self._arrived: list[tuple[Event, Ended | None]] = []
+        self._arrived: list[Event] = []
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
@@ -57,7 +56,7 @@ class Answers:
         if self._error:
             raise self._error
 
-    async def next(self) -> list[tuple[Event, Ended | None]]:
+    async def next(self) -> list[Event]:
         """The events that have come since the last call, at least one; [] when all requests have ended. Raises Gone."""
         while not self._arrived:
             if self._error:
@@ -72,9 +71,9 @@ class Answers:
         self._news.clear()
         await self._news.wait()
 
-    def add(self, event: Event, ended: Ended | None) -> None:
-        self._arrived.append((event, ended))
-        if ended is not None:
+    def add(self, event: Event) -> None:
+        self._arrived.append(event)
+        if event.finish_reason is not None:
             self._open.discard(event.request_id)
         self._news.set()
 
@@ -97,13 +96,13 @@ class Answers:
 class Client(asyncio.Protocol):
     """most: requests under way at most, running and waiting. on_broken: called once if the engine breaks.
 
-    broken: why the engine does not work any more. stats: the last that the engine told; None before the first."""
+    broken: why the engine does not work any more. snapshot: the last of the engine; None before the first."""
 
     def __init__(self, most: int, on_broken: Callable[[], None] = lambda: None) -> None:
         self.most, self._on_broken = most, on_broken
         self.broken: str | None = None
         self.closing = False
-        self.stats: Stats | None = None
+        self.snapshot: EngineSnapshot | None = None
         self._frames = Frames()
         self._answers: dict[str, Answers] = {}  # by request id, of requests that have not ended
         self._process: subprocess.Popen[bytes] | None = None
@@ -176,11 +175,11 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
             if isinstance(message, Step):
-                for event, ended in message.events:
+                for event in message.events:
                     answers = self._answers.get(event.request_id)
                     if answers is not None:
-                        answers.add(event, ended)
-                        if ended is not None:
+                        answers.add(event)
+                        if event.finish_reason is not None:
                             del self._answers[event.request_id]
             elif isinstance(message, Accepted):
                 if (answers := self._answers.get(message.id)) is not None:
@@ -188,8 +187,8 @@ class Client(asyncio.Protocol):
             elif isinstance(message, Refused):
                 if (answers := self._answers.get(message.id)) is not None:
                     answers.fail(message.error)
-            elif isinstance(message, Stats):
-                self.stats = message
+            elif isinstance(message, EngineSnapshot):
+                self.snapshot = message
             elif isinstance(message, Broken):
                 self._break(f"the engine is beyond repair: {message.error}")
             elif isinstance(message, Ready):

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from forerun.checks import SettingError
-from forerun.engine.stats import DraftStats
 from forerun.prompts import Limits
 from forerun.types import Event, Request, SamplingParams
 
@@ -74,35 +73,13 @@ class Refused(NamedTuple):
     error: SettingError
 
 
-class Ended(NamedTuple):
-    """What the engine knows of a request that has ended. cached_tokens: tokens of its prompt that were in the prefix cache.
-    The times are perf_counter seconds, which both processes share: submitted, first in a step, first token, last token."""
-
-    cached_tokens: int
-    drafts: DraftStats
-    submitted_at: float
-    admitted_at: float
-    first_at: float
-    ended_at: float
-
-
 class Step(NamedTuple):
-    """From the engine: all that one step did. at: when it was read (perf_counter seconds); events: of all requests in it, with
-    Ended for those that have ended."""
+    """From the engine: all that one step did. at: when it was read (perf_counter seconds, which both processes share); events:
+    of all requests in it. Besides, the engine sends an EngineSnapshot about once a second while it works, and when it has no
+    more work."""
 
     at: float
-    events: list[tuple[Event, Ended | None]]
-
-
-class Stats(NamedTuple):
-    """From the engine, a few times a second while it works, and when it has no more work. running, waiting: requests;
-    held_pages, pages: of the KV cache; counts: EngineStats, as a mapping."""
-
-    running: int
-    waiting: int
-    held_pages: int
-    pages: int
-    counts: Mapping[str, Any]
+    events: list[Event]
 
 
 def frame(message: object) -> bytes:

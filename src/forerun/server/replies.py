@@ -6,32 +6,15 @@ import codecs
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
-from forerun.engine.stats import prediction_counts
+from forerun.engine.stats import DraftStats, RequestStats, prediction_counts
 from forerun.models.tokenizer import Tokenizer
-from forerun.server.messages import Ended
+from forerun.server.forms import Metrics, Usage
 from forerun.server.schemas import ChatRequest, CompletionRequest, Sampling
 from forerun.types import Event, FinishReason, Logprob, Request
 
 LOWEST = -9999.0  # in place of -inf, which JSON lacks
-
-
-class PromptDetails(TypedDict):
-    cached_tokens: int
-
-
-class CompletionDetails(TypedDict):
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(TypedDict):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
 
 
 class Piece:
@@ -66,16 +49,16 @@ class Choice:
         self.index, self.request, self.counts_prompt = index, request, counts_prompt
         self.produced = 0
         self.tokens: list[int] = []  # kept for requests with a prediction
-        self.ended: Ended | None = None
+        self.stats: RequestStats | None = None
         self.begun = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters of its tokens so far
 
-    def note(self, event: Event, ended: Ended | None) -> None:
+    def note(self, event: Event) -> None:
         self.produced += len(event.tokens)
         if self.request.prediction:
             self.tokens += event.tokens
-        self.ended = ended or self.ended
+        self.stats = event.stats
 
     def offsets(self, data: Sequence[bytes]) -> list[int]:
         """Where the texts of these tokens begin, in characters."""
@@ -102,20 +85,20 @@ class Reply:
         requests = [(request, i == 0) for group in groups for i, request in enumerate(group)]
         self.choices = {request.id: Choice(i, request, first) for i, (request, first) in enumerate(requests)}
 
-    def take(self, arrived: Sequence[tuple[Event, Ended | None]]) -> dict[str, Piece]:
+    def take(self, arrived: Sequence[Event]) -> dict[str, Piece]:
         """What these events add to each choice. Raises RequestError for a request that failed."""
         pieces: dict[str, Piece] = {}
-        for event, ended in arrived:
+        for event in arrived:
             if event.finish_reason == "error":
                 raise RequestError(event.error)
-            self.choices[event.request_id].note(event, ended)
+            self.choices[event.request_id].note(event)
             pieces.setdefault(event.request_id, Piece()).take(event)
         return pieces
 
     def whole(self, pieces: dict[str, Piece]) -> dict[str, Any]:
         """The answer without streaming. pieces: of the whole answers."""
         choices = [self._choice(choice, pieces.get(name, Piece())) for name, choice in self.choices.items()]
-        return {**self._head(self.kind), "choices": choices, "usage": self.usage()}
+        return {**self._head(self.kind), "choices": choices, "usage": self.usage(), "metrics": self.metrics()}
 
     def chunks(self, pieces: dict[str, Piece]) -> list[dict[str, Any]]:
         """The events of a stream for these pieces. Tokens without text so far have no event."""
@@ -129,7 +112,7 @@ class Reply:
 
     def last(self) -> dict[str, Any]:
         """The event with the usage."""
-        return {**self._head(self.chunk_kind), "choices": [], "usage": self.usage()}
+        return {**self._head(self.chunk_kind), "choices": [], "usage": self.usage(), "metrics": self.metrics()}
 
     def usage(self) -> Usage:
         """accepted and rejected prediction tokens: those of the prediction that are in the answer, in order, and the others."""
@@ -138,8 +121,8 @@ class Reply:
             completion += choice.produced
             if choice.counts_prompt:
                 prompt += len(choice.request.prompt_ids)
-                cached += choice.ended.cached_tokens if choice.ended else 0
-            if choice.request.prediction and choice.ended:
+                cached += choice.stats.cached_tokens if choice.stats else 0
+            if choice.request.prediction and choice.stats:
                 predicted += len(choice.request.prediction)
                 accepted += prediction_counts(choice.request.prediction, choice.tokens).accepted
         return {
@@ -151,6 +134,24 @@ class Reply:
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": predicted - accepted,
             },
+        }
+
+    def metrics(self) -> Metrics:
+        """Of all choices together, once they have ended; the times are the longest."""
+        found = [choice.stats for choice in self.choices.values() if choice.stats]
+        drafts = DraftStats()
+        for one in found:
+            drafts.add(one.drafts)
+        return {
+            "drafted_tokens": drafts.drafted,
+            "accepted_tokens": drafts.accepted,
+            "steps": drafts.steps,
+            "drafting_steps": drafts.drafting_steps,
+            "acceptance_length": drafts.acceptance_length,
+            "accepted_lengths": drafts.accepted_lengths,
+            "queued_s": max((one.queued_s for one in found), default=0.0),
+            "prefill_s": max((one.prefill_s for one in found), default=0.0),
+            "decode_s": max((one.decode_s for one in found), default=0.0),
         }
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ def _whole(value: Any) -> Any:
     return value if found is None else found
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
-TokenId = Annotated[Int, Field(ge=0, lt=2**31)]
+WHOLE = BeforeValidator(_whole)
+TokenId = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
 Phrase = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -68,30 +68,38 @@ class Sampling(Strict):
     model: str | None = Field(None, description="One of /v1/models; left out: the one that is served.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[Int, like("n")] | None = None
-    max_tokens: Annotated[Int, like("max_tokens")] | None = None
+    n: Annotated[int, like("n"), WHOLE] | None = None
+    max_tokens: Annotated[int, like("max_tokens"), WHOLE] | None = None
     temperature: Annotated[float, like("temperature")] | None = None
     top_p: Annotated[float, like("top_p")] | None = None
-    top_k: Annotated[Int, like("top_k")] | None = None
+    top_k: Annotated[int, like("top_k"), WHOLE] | None = None
     min_p: Annotated[float, like("min_p")] | None = None
     presence_penalty: Annotated[float, like("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, like("frequency_penalty")] | None = None
     repetition_penalty: Annotated[float, like("repetition_penalty")] | None = None
-    logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)
-    ] | None = None  # fmt: skip
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=4096, json_schema_extra={"additionalProperties": False}),
+        ]
+        | None
+    ) = None
     bad_words: Annotated[list[Phrase], Field(max_length=256)] | None = None
     banned_token_ids: (
         Annotated[list[Annotated[list[TokenId], Field(min_length=1, max_length=64)]], Field(max_length=1024)] | None
     ) = None
-    min_tokens: Annotated[Int, like("min_tokens")] | None = None
+    min_tokens: Annotated[int, like("min_tokens"), WHOLE] | None = None
     stop: Phrase | Annotated[list[Phrase], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    seed: Annotated[Int, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE] | None = None
     prediction: Predicted | None = Field(None, description="The text that is expected, for the drafter `prediction`.")
     return_token_ids: bool | None = Field(None, description="Also return the token ids of prompt and answer.")
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="The prefix cache and the shared suffix tree are shared with requests of the same salt only."
+    )
+    priority: Annotated[int, like("priority"), WHOLE] | None = Field(None, description="Lower ones are admitted first.")
     user: str | None = Field(None, description="Has no effect.")
 
     @model_validator(mode="after")
@@ -136,7 +144,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     echo: bool | None = Field(None, description="Put the prompt before the answer's text. Not with logprobs.")
-    logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), WHOLE] | None = None
 
     @model_validator(mode="after")
     def _echo_has_no_logprobs(self) -> CompletionRequest:
@@ -187,9 +195,9 @@ class Message(Strict):
 
 class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[Int, like("max_tokens")] | None = Field(None, description="The newer name of max_tokens.")
+    max_completion_tokens: Annotated[int, like("max_tokens"), WHOLE] | None = Field(None, description="Newer: max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS), WHOLE] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

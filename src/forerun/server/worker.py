@@ -13,22 +13,19 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from forerun.checks import SettingError
 from forerun.engine.owner import Arrival
-from forerun.engine.scheduler import Sequence as Live
 from forerun.llm import LLM, in_turn
 from forerun.server.messages import (
     Abort,
     Accepted,
     Broken,
     Channel,
-    Ended,
     Ready,
     Refused,
     Start,
-    Stats,
     Step,
     Submit,
     Unusable,
@@ -36,25 +33,14 @@ from forerun.server.messages import (
 from forerun.types import Request, SamplingParams
 
 LOG = logging.getLogger("forerun")
-EVERY = 0.25  # seconds between two messages of statistics
-
-
-class Known:
-    """A request under way."""
-
-    def __init__(self, live: Live, at: float) -> None:
-        self.live, self.submitted_at, self.first_at = live, at, 0.0
-
-    def ended(self, at: float) -> Ended:
-        first, admitted = self.first_at or at, self.live.admitted_at or at
-        return Ended(self.live.cached, self.live.stats, self.submitted_at, admitted, first, at)
+EVERY = 1.0  # seconds between two snapshots
 
 
 class Worker:
     def __init__(self, llm: LLM, channel: Channel) -> None:
         self._llm, self._channel = llm, channel
         self._stream = llm.owner.submit([])  # of all requests
-        self._known: dict[str, Known] = {}
+        self._known: set[str] = set()
         self._later: dict[str, Sequence[Request]] = {}  # by the id of a prompt's first request
         self._probe: str | None = None  # the id of the worker's own request
         self._broken: str | None = None
@@ -91,9 +77,10 @@ class Worker:
         self._channel.send(Accepted(group[0].id))
 
     def _add(self, requests: Sequence[Request]) -> None:
-        now = time.perf_counter()
         self._stream.submit(requests)
-        self._known |= {request.id: Known(self._stream.live.pop(request.id), now) for request in requests}
+        for request in requests:
+            del self._stream.live[request.id]
+            self._known.add(request.id)
 
     def _abort(self, ids: Sequence[str]) -> None:
         gone = set(ids)
@@ -103,28 +90,26 @@ class Worker:
                 del self._later[first]
                 self._add(left)
         for request_id in ids:
-            if self._known.pop(request_id, None) is not None:
+            if request_id in self._known:
+                self._known.discard(request_id)
                 self._llm.owner.abort(request_id)
         self._stream.take()  # the events of the aborted ones
 
     def _report(self, arrivals: Sequence[Arrival]) -> None:
         events, failed = [], False
-        for at, event in arrivals:
-            known = self._known.get(event.request_id)
-            if known is None:
+        for _, event in arrivals:
+            if event.request_id not in self._known:
                 continue
-            if event.tokens:
-                known.first_at = known.first_at or at
             done = event.finish_reason is not None
             if done:
-                del self._known[event.request_id]
+                self._known.discard(event.request_id)
             if event.request_id == self._probe:
                 if done:
                     self._probe = None
                     self._broken = event.error if event.finish_reason == "error" else None
                 continue
             failed = failed or event.finish_reason == "error"
-            events.append((event, known.ended(at) if done else None))
+            events.append(event)
             later = self._later.pop(event.request_id, None)
             if later:
                 self._add(later)
@@ -139,9 +124,7 @@ class Worker:
 
     def _tell(self) -> None:
         self._told_at = time.perf_counter()
-        engine = self._llm.engine
-        pages = engine.scheduler.pages
-        self._channel.send(Stats(*engine.load, pages.count - pages.free, pages.count, asdict(engine.stats)))
+        self._channel.send(self._llm.snapshot())
 
 
 def ready(llm: LLM) -> Ready:
