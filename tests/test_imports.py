@@ -57,6 +57,10 @@ for speculation in (None, "ngram", "suffix", {{"method": "draft_model", "model":
     assert loaded(code, HTTP | STATISTICS | TERMINAL | OTHERS) == ({"jinja2"} if template else set())
 
 
+def test_the_http_process_of_a_server_computes_nothing() -> None:
+    assert not loaded("import forerun.server.run", {"torch", "triton", "safetensors", "scipy", "aiohttp", "transformers"})
+
+
 COMMANDS = [["--help"], *([name, "--help"] for name in ("bench", "generate", "train")), ["models", "--json"], []]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from forerun.engine.stats import DraftStats, RequestStats
 from forerun.engine.text import TextStream
 from forerun.models.tokenizer import Detokenizer, Tokenizer
 from forerun.server import openapi
+from forerun.server.forms import Metrics
 from forerun.server.replies import ChatReply, CompletionReply, Piece, Reply
 from forerun.server.schemas import ChatRequest, CompletionRequest
+from forerun.server.settings import ServerSettings
 from forerun.types import Event, Logprob, Request, SamplingParams
 from tests.tiny import SPECIAL, tiny_tokenizer
 
@@ -125,3 +128,13 @@ def test_the_description_names_every_field_and_route() -> None:
     sampled = schemas["ChatRequest"]["properties"]["n"]["anyOf"][0]
     assert sampled == {"type": "integer", "minimum": 1, "maximum": 1024}
     assert {"401", "429"} <= set(document["paths"]["/v1/chat/completions"]["post"]["responses"])
+
+
+def test_the_page_names_every_field_option_and_route() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *Metrics.__annotations__}
+    options = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(ServerSettings)}
+    options -= {"--api-keys", "--served-model-names"}
+    routes = {path.removesuffix("/{model}") for path in openapi.ROUTES}
+    named = fields | options | {"--api-key-file", "--served-model-name"}
+    assert not [name for name in named if f"`{name}`" not in page] and not [path for path in routes if path not in page]
