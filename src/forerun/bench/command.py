@@ -87,9 +87,10 @@ def plan_of(options: Options) -> Plan:
     )
 
 
-def served_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
+def served_arms(texts: Sequence[str], model: str | None = None) -> tuple[Arm, ...]:
     """The candidates on servers that are started. A text is one of those of arms.parse, JSON with the engine's own keys, which
-    only the engine can check, or `flags:` and the engine's own flags. Raises SettingError."""
+    only the engine can check, or `flags:` and the engine's own flags. model: of a server of Forerun, whose drafters come with
+    it. Raises SettingError."""
     found: list[Arm] = []
     for text in texts:
         text = text.strip()
@@ -101,13 +102,20 @@ def served_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
             remember(*secrets_of(flags))
             found.append(Arm(" ".join(hide(flags)), None, flags))
         else:
-            for arm in arms.parse((text,)):
+            for one in arms.parse((text,)):
+                arm = one if model is None else _with_drafter(one, model)
                 settings = arm.settings or {}
                 require("model" not in settings or settings["model"], "arms", text, f"{needs_model(arm.name)}; give JSON")
                 found.append(dataclasses.replace(arm, settings=_essential(settings)))
     for one in found:
         require([a.name for a in found].count(one.name) == 1, "arms", one.name, "give each arm once")
     return tuple(found)
+
+
+def _served(options: Options) -> tuple[Arm, ...]:
+    """The arms of servers that are started. Raises SettingError."""
+    ours = options.engine == "forerun-server"
+    return served_arms(options.arms or SERVED_ARMS, (options.model or shipped.TARGET) if ours else None)
 
 
 def _essential(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +146,7 @@ def arm_names(options: Options) -> list[str]:
     elif options.running:
         candidates = [text.partition("=")[0] for text in options.arms]
     else:
-        candidates = [arm.name for arm in served_arms(options.arms or SERVED_ARMS)]
+        candidates = [arm.name for arm in _served(options)]
     return [BASELINE, *candidates, *([CONTROL] if options.control else [])]
 
 
@@ -242,8 +250,7 @@ def _launched(options: Options, plan: Plan) -> Subject:
     given = tuple(_split("server_args", options.server_args))
     remember(*secrets_of((*template.command, *given)))
     model, tokenizer = _model_for(options, template.model_kind)
-    texts = options.arms or SERVED_ARMS
-    candidates = served_arms(texts)
+    texts, candidates = options.arms or SERVED_ARMS, _served(options)
     together = _together(options.alive, 1 + len(candidates), model)
     launch = Launch(
         template,

@@ -49,8 +49,8 @@ class Options:
     model: str | None = model_option()
     engine: str = option(
         "forerun", SERVERS,
-        "forerun: the engine in this process. vllm, llamacpp, xllamacpp, sglang, tensorrt-llm: a server is started for each "
-        "arm. A URL: a server that runs already, without speculation; the arms are then NAME=URL.",
+        "forerun: the engine in this process. forerun-server, vllm, llamacpp, xllamacpp, sglang, tensorrt-llm: a server is "
+        "started for each arm. A URL: a server that runs already, without speculation; the arms are then NAME=URL.",
         "-e", metavar="ENGINE|URL", secret=True,
     )  # fmt: skip
     program: str | None = option(
