@@ -273,3 +273,15 @@ def test_settings_of_the_engine_here_are_keys_that_templates_use() -> None:
     assert speculation is not None
     assert "--spec-ngram-simple-size-n 5" in " ".join(command("llamacpp", speculation.effective()))
     assert os.path.exists(launching.places(BASELINE, "", 0, 1, 1, "")["llamacpp_server"])
+
+
+def test_forerun_s_own_server_has_the_drafters_that_come_with_forerun() -> None:
+    """By their names, and as the engine in this process gets them."""
+    from forerun.bench.command import served_arms
+
+    (arm,) = served_arms(("eagle3",), "smollm2-135m-instruct")
+    words = command("forerun-server", dict(arm.settings or {}))
+    assert words[:5] == [sys.executable, "-m", "forerun", "serve", "MODEL"]
+    assert '"model": "smollm2-135m-instruct/eagle3"' in words[words.index("--speculative-config") + 1]
+    with pytest.raises(SettingError, match="needs the drafter"):
+        served_arms(("eagle3",))
