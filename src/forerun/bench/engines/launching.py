@@ -108,7 +108,8 @@ def places(arm: Arm, model: str, port: int, context: int, slots: int, file: str,
     return {
         **settings, **of_drafter, **of_k,
         "model": model, "port": port, "context": context, "slots": slots, "context_of_all": context * slots, "file": file,
-        "memory_share": memory_share, "llamacpp_server": str(Path(__file__).with_name("llamacpp_server.py")), "python": sys.executable,
+        "memory_share": memory_share, "llamacpp_server": str(Path(__file__).with_name("llamacpp_server.py")),
+        "python": sys.executable,
         "speculative_json": json.dumps(dict(arm.settings or {})),
     }  # fmt: skip
 
