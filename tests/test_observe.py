@@ -186,7 +186,7 @@ def test_the_witness_notices_faults(tmp_path: Path, fault: str, monkeypatch: pyt
     target = Target.load(tiny_model(tmp_path / "tiny", **SHAPE), "float32")
     if fault == "hits are whole":
         real_match = Pages.match
-        monkeypatch.setattr(Pages, "match", lambda self, ids, recomputed=0: real_match(self, ids))
+        monkeypatch.setattr(Pages, "match", lambda self, ids, recomputed=0, salt=None: real_match(self, ids, 0, salt))
     else:
         real = Witness.observe
 
