@@ -109,26 +109,28 @@ class ChainDrafter(Stateless):
     def propose(self, rows: Rows) -> Draft:
         head, length, size = self._head, self._state.length[rows.slot], rows.k.clamp(max=rows.width)
         chosen = Choice(rows, length, self._state, self._sampling, head.kernels, head.weights.ids, self._drawn)
-        on = torch.arange(len(length), device=length.device)  # the rows that still draft
+        table = torch.where((rows.k > 0)[:, None], self._state.block_table[rows.slot], 0)  # rows without drafts: the dummy page
+        on: Tensor | slice = slice(None)  # the rows that still draft
         outputs = self._feature[0, rows.slot][:, None]  # [B,c,H] of the last c positions, from the module of the last token
         for i in range(rows.width):
             if i and rows.going is not None:
                 size = torch.where(rows.going(i, chosen.tokens, chosen.chances), size, size.clamp(max=i))
             if not self._padded and not bool((going := size[on] > i).all()):
-                on, outputs = on[going], outputs[going]
+                on = going.nonzero()[:, 0] if isinstance(on, slice) else on[going]
+                outputs = outputs[going]
                 if not len(on):
                     break
             module = min(i, len(self._feature) - 1)
             if i:
-                outputs = self._pass(module, i, rows.slot[on], length[on], chosen.tokens[on, :i], outputs, rows.k[on] > 0)
+                outputs = self._pass(module, i, rows.slot[on], length[on], chosen.tokens[on, :i], outputs, table[on])
             chosen.take(i, head.logits(module, outputs[:, -1].contiguous()), on)
         return chosen.draft(size)
 
     def _pass(
-        self, module: int, i: int, slot: Tensor, length: Tensor, tokens: Tensor, outputs: Tensor, drafts: Tensor
+        self, module: int, i: int, slot: Tensor, length: Tensor, tokens: Tensor, outputs: Tensor, table: Tensor
     ) -> Tensor:
         """The outputs [B,c,H] of a module at the last c positions before drafted token i. tokens: [B,i], drafted so far;
-        outputs: those of the token before; drafts: [B] bool, rows without drafts write to the dummy page."""
+        outputs: those of the token before; table: [B,pages], the rows' pages."""
         state, head = self._state, self._head
         if i > module:  # the last module again, or the only one
             feature = outputs[:, -1:]
@@ -138,7 +140,6 @@ class ChainDrafter(Stateless):
         positions = ((length - 1 + i - count)[:, None] + torch.arange(count, device=slot.device)).flatten()  # [B*c]
         ids = tokens[:, i - count :].flatten()
         start = torch.arange(0, len(ids) + 1, count, dtype=torch.int32, device=slot.device)
-        table = torch.where(drafts[:, None], state.block_table[slot], 0)
         run = head.with_kernels(head.kernels.bounded(count, state.tokens.shape[1]))
         batch = Batch(ids, positions, start, table, None)
         keys, values = self._kv.keys[module], self._kv.values[module]

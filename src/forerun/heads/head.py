@@ -45,6 +45,8 @@ class Head(Generic[W]):
 
     def with_kernels(self, kernels: Kernels) -> Self:
         """The same head, computed with other kernels."""
+        if kernels is self.kernels:
+            return self
         other = copy.copy(self)
         other.kernels = kernels
         return other

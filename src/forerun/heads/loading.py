@@ -1,5 +1,5 @@
 """Heads from folders, random heads, and heads to folders. A head has the device and the dtype of its target. On a CPU its
-matrices are in blocks (Q8_0) unless all is float32, since a dense head takes twice as long.
+matrices are in blocks (Q8_0, a vocabulary head of its own Q4_1) unless all is float32, since a dense head takes twice as long.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ from forerun.models.weights import Dense, Layer, Matrix
 LOG = logging.getLogger("forerun")
 
 FORMAT = QUANTIZED["int8"]
+HEAD_FORMAT = "Q4_1"  # of the vocabulary head, half of what a pass reads: drafts are as good as with Q8_0 (docs/log.md)
 Make = Callable[[Place], Any]
+
+
+def format_of(place: Place) -> str:
+    """The block format of a matrix. place: as outside, of_module and of_layer give it."""
+    return HEAD_FORMAT if HEAD in place.names else FORMAT
 
 
 def outside(config: HeadConfig) -> dict[str, Place]:
@@ -146,13 +152,14 @@ def load(folder: Path, config: HeadConfig, target: Target) -> Chain | Block:
     quantise = in_blocks(target)
 
     def make(place: Place) -> Matrix | Tensor:
+        format = format_of(place)
         place = place._replace(names=tuple(found.stored(name, checkpoint.stored) for name in place.names))
         if place.columns is None:
             if found.minus_one and "norm" in place.names[0]:
                 return (read_dense(checkpoint, torch.float32, place) + 1).to(target.device, target.dtype)
             return read_dense(checkpoint, target.dtype, place, target.device)
-        if quantise and place.columns % FORMATS[FORMAT][0] == 0:
-            blocks = read_quantized(checkpoint, target.dtype, FORMAT, place)
+        if quantise and place.columns % FORMATS[format][0] == 0:
+            blocks = read_quantized(checkpoint, target.dtype, format, place)
             assert isinstance(blocks, Blocks)
             return blocks
         return Dense(read_dense(checkpoint, target.dtype, place, target.device))
@@ -188,8 +195,8 @@ def random(config: HeadConfig, target: Target, seed: int = 0) -> Chain | Block:
             rows_of = torch.arange(rows, device=target.device) if ids is None or place.names[0] == EMBEDDING else ids
             theirs = near.embed(rows_of.clamp(max=near.rows - 1))
             values.mul_(0.3 * place.columns**0.5 * theirs.float().std().to(target.dtype)).add_(theirs)
-        if in_blocks(target) and place.columns % FORMATS[FORMAT][0] == 0:
-            return Blocks.quantize(values, FORMAT, target.dtype)
+        if in_blocks(target) and place.columns % FORMATS[format_of(place)][0] == 0:
+            return Blocks.quantize(values, format_of(place), target.dtype)
         return Dense(values)
 
     return _head(config, assemble(config, target, make, ids), target)

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -157,6 +158,17 @@ class CpuKernels:
         self.threads = threads or cpu_threads.threads()
         self.wide = int(dtype == torch.float32)
         self.isa = lib.fr_isa().decode()
+        self._described: WeakKeyDictionary[Matrix, dict[int, ctypes.Array[ctypes.c_int64]]] = WeakKeyDictionary()
+
+    def _struct(self, matrix: Matrix, parts: int = 1) -> ctypes.Array[ctypes.c_int64]:
+        """struct Matrix, as `described` gives it, made once for each matrix: its memory must not move."""
+        found = self._described.get(matrix)
+        if found is None:
+            found = self._described[matrix] = {}
+        if parts not in found:
+            numbers = described(matrix, self.dtype, parts)
+            found[parts] = (ctypes.c_int64 * len(numbers))(*numbers)
+        return found[parts]
 
     def multiplies(self, kind: str) -> bool:
         return kind in (Dense.kind, Blocks.kind)
@@ -164,8 +176,8 @@ class CpuKernels:
     def embed(self, ids: Tensor, weight: Matrix) -> Tensor:
         if not isinstance(weight, Blocks) or len(weight.parts) != 1 or not ids.is_contiguous():
             return weight.embed(ids)
-        matrix, y = described(weight, self.dtype), torch.empty(len(ids), weight.columns, dtype=self.dtype)
-        part = (ctypes.c_int64 * 3)(*matrix[1:4])
+        y = torch.empty(len(ids), weight.columns, dtype=self.dtype)
+        part = ctypes.addressof(self._struct(weight)) + 8  # of struct Matrix
         self.lib.fr_embed(self.wide, part, weight.columns, ids.data_ptr(), len(ids), y.data_ptr(), self.threads)
         return y
 
@@ -175,12 +187,12 @@ class CpuKernels:
     ) -> Tensor:
         tokens, k = x.shape
         y = torch.empty(tokens, outs, dtype=torch.float32 if kind == LOGITS else self.dtype)
-        matrix = described(weight, self.dtype, 2 if kind == GATE_UP else 1)
+        matrix = self._struct(weight, 2 if kind == GATE_UP else 1)
         for name, t in (("x", x), ("norm", norm), ("bias", bias), ("residual", residual)):
             if t is not None and (t.dtype != self.dtype or not t.is_contiguous()):
                 raise TypeError(f"{name} must be contiguous {self.dtype}, not {t.dtype} with strides {t.stride()}")
         self.lib.fr_linear(
-            self.wide, kind, x.data_ptr(), tokens, k, address(norm), eps, (ctypes.c_int64 * len(matrix))(*matrix),
+            self.wide, kind, x.data_ptr(), tokens, k, address(norm), eps, matrix,
             address(bias), outs, address(residual), y.data_ptr(), self.threads,
         )
         return y
