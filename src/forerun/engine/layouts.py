@@ -372,7 +372,8 @@ class PaddedLayout(BaseLayout):
         return Launch(Key(PROMPT, padded, tokens, 0, *self.asked(ended)), given, ended)
 
     def plain(self, key: Key) -> Key | None:
-        return decode_key(key.rows, 0, passes=not self._skips) if self._skips or not self._passes else None
+        given = not self._skips
+        return decode_key(key.rows, 0, passes=given, observes=given) if self._skips or not self._passes else None
 
     def keys(self, classes: Sequence[Features]) -> list[Key]:
         """Prompt launches first, and the largest of each kind first: the others then reuse its memory."""
