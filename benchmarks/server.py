@@ -60,19 +60,30 @@ class Server:
         self.process.wait()
 
 
+class Stream(asyncio.Protocol):
+    """Receives an answer. first: when its first text came (perf_counter seconds)."""
+
+    def __init__(self) -> None:
+        self.first, self.parts = 0.0, list[bytes]()
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        if not self.first and b"data: " in data:
+            self.first = time.perf_counter()
+        self.parts.append(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
+
+
 async def ask(port: int, body: dict[str, Any]) -> tuple[float, list[bytes]]:
     """Stream an answer. Returns when its first text came (perf_counter seconds) and its lines."""
     data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    transport, stream = await asyncio.get_running_loop().create_connection(Stream, "127.0.0.1", port)
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    first, lines = 0.0, []
-    while line := await reader.readline():
-        if not first and line.startswith(b"data: "):
-            first = time.perf_counter()
-        lines.append(line)
-    writer.close()
-    return first, lines
+    transport.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    await stream.ended
+    return stream.first, b"".join(stream.parts).split(b"\n")
 
 
 def parsed(lines: list[bytes]) -> tuple[str, int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import openai
@@ -120,3 +123,34 @@ def test_errors_reach_the_client_by_name(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-9", prompt="a", temperature=-1, stream=True)
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         client.completions.create(model="gpt-9", prompt="a")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_of_a_given_form(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"age": {"enum": [1, 22]}}, "required": ["age"], "additionalProperties": False}
+    forms: dict[str, Any] = {
+        "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}},
+        "choice": {"extra_body": {"structured": {"choice": ["the thing", "in the thing"]}}},
+        "regex": {"extra_body": {"structured": {"regex": "[ab]{3}"}}},
+        "text": {"response_format": {"type": "text"}},
+    }
+    found = {}
+    for name, form in forms.items():
+        asked = dict(model=llm.model.name, messages=MESSAGES, temperature=1, seed=1, max_tokens=40, stream=stream, **form)
+        got = client.chat.completions.create(**asked)
+        if stream:
+            found[name] = "".join(choice.delta.content or "" for chunk in got for choice in chunk.choices)
+        else:
+            found[name] = got.choices[0].message.content
+    assert json.loads(found["schema"])["age"] in (1, 22)
+    assert found["choice"] in ("the thing", "in the thing") and re.fullmatch("[ab]{3}", found["regex"])
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "what"}}}
+    for form, field in (
+        ({"response_format": wrong}, "response_format"),
+        ({"extra_body": {"structured": {"regex": "("}}}, "structured"),
+        ({"extra_body": {"structured": {}}}, "structured"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+    ):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model=llm.model.name, messages=MESSAGES, stream=stream, **form)
+        assert error.value.param == field

@@ -197,7 +197,7 @@ class Server:
                 found.append(self._prompts.requests(ids, params))
             return found
 
-        with settings_named():
+        with settings_named(asked.field_of):
             return await self._encoded(make, size)
 
     @staticmethod
@@ -221,7 +221,7 @@ class Server:
         with ExitStack() as closing:
             closing.callback(answers.close)
             try:
-                with settings_named():
+                with settings_named(asked.field_of):
                     async with asyncio.timeout_at(deadline), watched(request.receive, answers):
                         await answers.accepted()
                         if not asked.stream:
@@ -313,14 +313,17 @@ async def watched(receive: Receive, answers: Answers) -> AsyncIterator[None]:
 
 
 class settings_named:
-    """A context that turns a SettingError into a Refusal that names the field."""
+    """A context that turns a SettingError into a Refusal that names the field. field_of: the field of a setting."""
+
+    def __init__(self, field_of: Callable[[str], str] = str) -> None:
+        self._field_of = field_of
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, SettingError):
-            raise Refusal(400, str(error), error.name) from None
+            raise Refusal(400, str(error), self._field_of(error.name)) from None
 
 
 def parsed(kind: type[Asked], body: bytes) -> Asked:

@@ -112,18 +112,29 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._frames, self._out = sock, Frames(), bytearray()
-        sock.setblocking(False)
+        self._waking, self._woken = socket.socketpair()
+        for one in (sock, self._waking, self._woken):
+            one.setblocking(False)
+
+    def wake(self) -> None:
+        """Make a `receive` that waits return. Any thread may call this."""
+        with contextlib.suppress(BlockingIOError):  # it is awake
+            self._waking.send(b".")
 
     def send(self, message: object) -> None:
         self._out += frame(message)
         self._flush()
 
     def receive(self, wait: bool) -> list[Any] | None:
-        """The messages that have come; None if the other end is gone. wait: until there is at least one."""
+        """The messages that have come; None if the other end is gone. wait: until there is one, or `wake` is called."""
         while True:
-            readable, _, _ = select.select([self._sock], [self._sock] if self._out else [], [], None if wait else 0)
+            sources = [self._sock, self._woken]
+            readable, _, _ = select.select(sources, [self._sock] if self._out else [], [], None if wait else 0)
             self._flush()
-            if not readable:
+            if self._woken in readable:
+                self._woken.recv(READ)
+                wait = False
+            if self._sock not in readable:
                 if wait:
                     continue
                 return []

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from forerun.checks import whole
+from forerun.structured import KINDS
 from forerun.types import SamplingParams
 
 CHECKS = {field.name: field.metadata["check"] for field in fields(SamplingParams)}
@@ -61,6 +62,36 @@ class Predicted(Strict):
     content: Content
 
 
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class ObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="Left out: any object.")
+    strict: bool | None = Field(None, description="Has no effect: answers always follow the schema.")
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class Structured(Strict):
+    """Exactly one of these; see docs/structured.md."""
+
+    json_object: Literal[True] | None = None
+    json_schema: dict[str, Any] | Phrase | None = None
+    regex: Phrase | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
+    choice: Annotated[list[Phrase], Field(min_length=1, max_length=1024)] | None = None
+
+
 class Sampling(Strict):
     """What both kinds of requests have. null is the same as leaving a field out. Fields that are left out have the values that
     the model's generation_config.json recommends, else OpenAI's defaults."""
@@ -95,6 +126,8 @@ class Sampling(Strict):
     include_stop_str_in_output: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE] | None = None
     prediction: Predicted | None = Field(None, description="The text that is expected, for the drafter `prediction`.")
+    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    structured: Structured | None = Field(None, description="The form of the answer; not with response_format.")
     return_token_ids: bool | None = Field(None, description="Also return the token ids of prompt and answer.")
     cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
         None, description="The prefix cache and the shared suffix tree are shared with requests of the same salt only."
@@ -108,10 +141,31 @@ class Sampling(Strict):
             raise ValueError("stream_options: give it only with stream true")
         return self
 
+    @model_validator(mode="after")
+    def _one_form(self) -> Sampling:
+        if self.structured is not None and self.response_format is not None:
+            raise ValueError("structured: response_format is given as well; give one of the two")
+        return self
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """structured of SamplingParams."""
+        if self.structured is not None:
+            return self.structured.model_dump(exclude_none=True)
+        if isinstance(self.response_format, SchemaFormat) and self.response_format.json_schema.schema_ is not None:
+            return {"json_schema": self.response_format.json_schema.schema_}
+        return {"json_object": True} if isinstance(self.response_format, ObjectFormat | SchemaFormat) else None
+
+    def field_of(self, name: str) -> str:
+        """The field that a setting of that name comes from."""
+        if name in (*KINDS, "structured"):
+            return "structured" if self.response_format is None else "response_format"
+        return name
+
     def sampling(self, default: SamplingParams) -> SamplingParams:
         """Raises SettingError. default: the model's recommendation."""
         given = {name: value for name in CHECKS if (value := getattr(self, name, None)) is not None}
-        given |= {"max_tokens": self.most_tokens, "logprobs": self.most_likely}
+        given |= {"max_tokens": self.most_tokens, "logprobs": self.most_likely, "structured": self.form}
         if self.prediction is not None:
             given["prediction"] = joined(self.prediction.content)
         return replace(default, **given)

@@ -7,11 +7,15 @@ well, the engine is beyond repair, and the process ends with exit code 1.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import signal
 import socket
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,6 +34,7 @@ from forerun.server.messages import (
     Submit,
     Unusable,
 )
+from forerun.structured import StructuredOutput
 from forerun.types import Request, SamplingParams
 
 LOG = logging.getLogger("forerun")
@@ -42,6 +47,10 @@ class Worker:
         self._stream = llm.owner.submit([])  # of all requests
         self._known: set[str] = set()
         self._later: dict[str, Sequence[Request]] = {}  # by the id of a prompt's first request
+        self._preparing: dict[str, Sequence[Request]] = {}  # groups whose grammars are compiled, by their first id
+        self._prepared: deque[tuple[str, SettingError | None]] = deque()
+        self._to_prepare: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        threading.Thread(target=self._prepare, daemon=True).start()
         self._probe: str | None = None  # the id of the worker's own request
         self._broken: str | None = None
         self._told_at = 0.0
@@ -57,6 +66,10 @@ class Worker:
                     self._submit(message.group)
                 elif isinstance(message, Abort):
                     self._abort(message.ids)
+            while self._prepared:
+                name, error = self._prepared.popleft()
+                if (group := self._preparing.pop(name, None)) is not None:  # it was not aborted
+                    self._queue(group, error)
             if self._known:
                 self._report(next(self._stream))
             if not self._known or time.perf_counter() >= self._told_at + EVERY:
@@ -65,11 +78,36 @@ class Worker:
         self._channel.drain(1.0)
         return 1
 
-    def _submit(self, group: tuple[Request, ...]) -> None:
+    def _submit(self, group: Sequence[Request]) -> None:
+        if group[0].params.structured is None:
+            self._queue(group, None)
+        else:
+            self._preparing[group[0].id] = group
+            self._to_prepare.put(group[0])
+
+    def _prepare(self) -> None:
+        """In a thread: compile grammars while steps go on."""
+        while True:
+            request, error = self._to_prepare.get(), None
+            try:
+                self._llm.engine.prepare(request)
+            except SettingError as found:
+                error = found
+            except Exception as found:
+                LOG.exception("a grammar was not compiled")
+                error = SettingError("structured", request.params.structured, f"{type(found).__name__}: {found}")
+            self._prepared.append((request.id, error))
+            self._channel.wake()
+
+    def _queue(self, group: Sequence[Request], error: SettingError | None) -> None:
+        """Queue a prompt's requests, or refuse them."""
         first, later = in_turn(group, self._llm.engine.config)
-        try:
-            self._add(first)
-        except SettingError as error:
+        if error is None:
+            try:
+                self._add(first)
+            except SettingError as found:
+                error = found
+        if error is not None:
             self._channel.send(Refused(group[0].id, error))
             return
         if later:
@@ -84,6 +122,9 @@ class Worker:
 
     def _abort(self, ids: Sequence[str]) -> None:
         gone = set(ids)
+        for name, group in list(self._preparing.items()):
+            if any(request.id in gone for request in group):  # before they are queued they are aborted together
+                del self._preparing[name]
         for first, later in list(self._later.items()):
             self._later[first] = left = [request for request in later if request.id not in gone]
             if first in gone:
@@ -152,6 +193,9 @@ def main() -> int:
         channel.send(Unusable(error))
         channel.drain(1.0)
         return 2
+    with contextlib.suppress(SettingError):  # the first grammar takes a second, in which it would slow the steps down
+        (request,) = llm.prompts.requests((0,), SamplingParams(structured=StructuredOutput(choice=("yes",))))
+        llm.engine.prepare(request)
     channel.send(ready(llm))
     return Worker(llm, channel).run()
 
