@@ -154,8 +154,13 @@ def test_what_drafts_usually_bring() -> None:
     assert usual.gains(width[:3], shared[:3], 20) == pytest.approx(want[:3])
     assert usual.gains([5, 9], [-1, 6], 10) == pytest.approx([want[2] / 2, want[3] / 2], abs=12 / LEVELS), "half the rows"
     usual.learn(np.zeros((0, 5)))
+    for _ in range(3):
+        usual.learn(np.zeros((1, 5)))
+        assert usual.gains([5], [-1], 20)[0] == pytest.approx(want[2]), "it waits for more"
     usual.learn(np.zeros((1, 5)))
-    assert usual.gains([5], [-1], 20)[0] == pytest.approx(want[2] * 12 / 13), "one more draft"
+    assert usual.gains([5], [-1], 20)[0] == pytest.approx(want[2] * 12 / 16), "four more drafts"
+    usual.learn(drafts[:1], 3.0)
+    assert usual.gains([5], [-1], 20)[0] == pytest.approx(want[2] * 0.75 * 0.75 + 5 * drafts[:1].sum()), "a trial"
     usual.learn(np.ones((36, 5)))
     assert 3.75 < usual.gains([5], [-1], 1)[0] < 4, "36 drafts against what 12 count for"
 

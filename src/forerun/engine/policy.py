@@ -32,6 +32,7 @@ PATIENCE, LONGEST_PATIENCE = 32, 512  # the first and the longest patience: each
 RETURN = 0.02  # share of the way back to the prior in a step that did not verify the row's draft
 RECENT = 12.0  # what drafts usually bring rests on so many drafts and those of the last launch
 TRIED = 3.0  # the same while passes are only tried now and then
+TOGETHER = 4  # drafts that are learned at once: an update takes the host as long for many as for one
 LEVELS = 64  # of survival, by which rows that share drafts are compared
 
 
@@ -92,16 +93,22 @@ class AcceptanceHistory:
 
 class Usual:
     """What drafts were expected to bring lately, over all rows: the mean survival by place, and how many drafted tokens of a
-    row had each survival. It outlives requests, so a new one starts with what is known of others."""
+    row had each survival. It outlives requests, so a new one starts with what is known of others. Once something is known, up
+    to TOGETHER drafts wait to be learned with the next."""
 
     def __init__(self) -> None:
         self.known = False
+        self._waiting: list[np.ndarray] = []
         self._columns = np.zeros(1)  # [K+1], the sum of the first 0 .. K tokens' survival
         self._levels = np.zeros((2, LEVELS))  # tokens of a row, and the sum of their survival, by level
         self._likeliest = np.zeros((2, LEVELS + 1))  # the same summed from the highest level on
 
     def learn(self, drafts: np.ndarray, recent: float = RECENT) -> None:
         """drafts: [N,K], the survival of what N rows drafted, 0 behind its end; recent: drafts that the past counts for."""
+        self._waiting.append(drafts)
+        if self.known and recent == RECENT and sum(map(len, self._waiting)) < TOGETHER:
+            return
+        drafts, self._waiting = np.concatenate(self._waiting), []
         drafts = np.nan_to_num(drafts, nan=0.0, posinf=0.0, neginf=0.0)
         (count, width), there = drafts.shape, drafts.ravel()
         if not count or not width:
@@ -124,7 +131,6 @@ class Usual:
         return [
             rows * (columns[min(w, last)] if n < 0 else one) for w, n, one in zip(width, drafts, shared, strict=True)
         ]  # fmt: skip
-
 
 
 class Offers(NamedTuple):
