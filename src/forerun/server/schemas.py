@@ -274,6 +274,8 @@ class ChatRequest(Sampling):
 class TokenizeRequest(Strict):
     """The ids of a text or of a conversation."""
 
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
