@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +12,18 @@ import torch
 
 from forerun.config import EngineConfig, Speculation
 from forerun.drafters import Drafter
+from forerun.drafters.measured import Found
 from forerun.drafters.suffix import SharedTree, SharedTrees
 from forerun.drafters.table import TABLE, DrafterContext
 from forerun.engine.engine import Engine
 from forerun.engine.pages import Pages
 from forerun.engine.state import RowState
+from forerun.engine.stats import DraftStats
 from forerun.models.decoder import KVCache, Target
-from forerun.types import Request, SamplingParams
+from forerun.types import Draft, Request, SamplingParams, SettingError
 from forerun.verify.sampling import SamplingState
 from tests.test_device import METHODS, SHAPE, NoText
+from tests.test_measured import candidates
 from tests.test_scheduler import advance, scheduler
 from tests.test_scheduler import request as planned
 from tests.tiny import tiny_model
@@ -27,7 +31,9 @@ from tests.tiny_heads import random_head
 
 K = 4
 LAYOUTS = pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
-DRAFTERS: dict[str, Speculation | None] = {**METHODS, "eagle3 and ngram": Speculation("eagle3", K, 1, 3, model="given")}
+BOTH = Speculation("eagle3", K, 1, 3, model="given")
+DRAWN = replace(BOTH, draft_sample_method="probabilistic")
+DRAFTERS: dict[str, Speculation | None] = {**METHODS, "eagle3 and ngram": BOTH, "eagle3 and ngram, drawn": DRAWN}
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +214,155 @@ def test_answers_do_not_depend_on_priorities(target: Target, padded: bool) -> No
     it = engine(target, "ngram", padded, max_num_seqs=3, kv_cache_tokens=96)
     asked = [request(str(i), one, priority=-i) for i, one in enumerate(prompts)]
     assert list(served(it, *asked).values()) == alone and it.stats.preemptions > 0
+
+
+# Drafts
+
+
+def counted(it: Engine, *requests: Request) -> tuple[dict[str, list[int]], dict[str, DraftStats]]:
+    """The tokens and the counts of these requests."""
+    live = [it.add(one) for one in requests]
+    found: dict[str, list[int]] = {one.id: [] for one in requests}
+    while it.has_work:
+        for event in it.step():
+            found[event.request_id] += event.tokens
+    return found, {one.request.id: one.stats for one in live}
+
+
+def repeating(count: int, seed: int) -> list[list[int]]:
+    """Prompts of which each repeats a few tokens."""
+    return [one * 5 for one in texts(count, seed, 3, 6)]
+
+
+LIMITED = [*((name, False) for name in DRAFTERS if name != "none"), ("ngram", True), ("eagle3 and ngram", True)]
+
+
+@LAYOUTS
+@pytest.mark.parametrize("drafter,adaptive", LIMITED, ids=str)
+def test_a_request_limits_its_drafts_and_no_others(target: Target, drafter: str, adaptive: bool, padded: bool) -> None:
+    """Requests with the limits 0 .. K and none share batches. All answers are those of plain decoding. Sampled ones too where
+    drafts are point masses; drawn drafts change which tokens a seed gives."""
+    drawn = DRAFTERS[drafter].draft_sample_method == "probabilistic"  # type: ignore[union-attr]
+    limits = [None, 0, 1, 3, 100, 2]
+    params = [{"temperature": float(i % 2 and not drawn), "seed": i} for i in range(len(limits))]
+    prompts = repeating(len(limits), 11)
+    plain = [
+        served(engine(target, "none", padded), request("x", prompt, 30, **given))["x"]
+        for prompt, given in zip(prompts, params, strict=True)
+    ]  # fmt: skip
+    asked = [
+        request(f"{i}: {limit}", prompts[i], 30, plain[i], num_speculative_tokens=limit, **params[i])
+        for i, limit in enumerate(limits)
+    ]  # fmt: skip
+    it = engine(target, drafter, padded, kv_cache_tokens=152, adaptive_drafts=adaptive)
+    it.warm_up()
+    found, counts = counted(it, *asked)
+    assert list(found.values()) == plain
+    for (name, stats), limit in zip(counts.items(), limits, strict=True):
+        assert len(stats.drafted_at) <= (K if limit is None else limit), name
+        assert len(stats.accepted_lengths) <= 1 + len(stats.drafted_at)
+        if not adaptive and limit != 0:
+            assert stats.drafted > 0, name
+    assert it.stats.preemptions > 0
+
+
+@LAYOUTS
+def test_a_request_without_drafts_takes_as_many_steps_as_tokens(target: Target, padded: bool) -> None:
+    """It shares its batch with one whose drafts are always accepted, and which is as fast as alone."""
+    prompts = texts(2, 12)
+    plain = [served(engine(target, "none", padded), request("x", one, 41))["x"] for one in prompts]
+    quick = request("quick", prompts[0], 41, plain[0])
+    _, alone = counted(engine(target, "prediction", padded), quick)
+    it = engine(target, "prediction", padded)
+    found, counts = counted(it, quick, request("off", prompts[1], 41, plain[1], num_speculative_tokens=0))
+    assert [found["quick"], found["off"]] == plain
+    assert counts["quick"] == alone["quick"] and counts["quick"].acceptance_length == 5.0  # type: ignore[comparison-overlap]
+    assert counts["off"] == DraftStats(steps=40)
+
+
+def chosen(it: Engine, *requests: Request) -> tuple[dict[str, list[int]], dict[str, set[str]]]:
+    """The tokens of these requests, and for each one which candidates its drafts had."""
+    found: dict[str, list[int]] = {one.id: [] for one in requests}
+    kinds: dict[str, set[str]] = {one.id: set() for one in requests}
+    for one in requests:
+        it.add(one)
+    while it.has_work:
+        for event in it.step():
+            found[event.request_id] += event.tokens
+        for sequence in it.scheduler.running:
+            slot, ids = sequence.slot, sequence.ids
+            size = int(it.state.draft_size[slot])
+            if not size or not bool(it.state.active[slot]) or len(ids) == sequence.prompt:
+                continue
+            own, looked_up = candidates(it, slot)
+            kinds[sequence.request.id] |= {name for name, there in (("eagle3", own), ("ngram", looked_up)) if there}
+    return found, kinds
+
+
+CHOICES = pytest.mark.parametrize("adaptive", [False, True], ids=["full", "adaptive"])
+
+
+@LAYOUTS
+@CHOICES
+def test_a_request_chooses_among_the_drafters(target: Target, adaptive: bool, padded: bool) -> None:
+    """Rows that let the head, the look-up or both draft share batches. A row that lets one draft has no candidate of the
+    other."""
+    wanted: list[tuple[str, ...]] = [(), ("ngram",), ("eagle3",), ("ngram", "eagle3"), ("ngram",), ("eagle3",)]
+    prompts = repeating(len(wanted), 13)
+    params = [{"temperature": float(i % 2), "seed": i} for i in range(len(wanted))]
+    plain = [
+        served(engine(target, "none", padded), request("x", prompt, 40, **given))["x"]
+        for prompt, given in zip(prompts, params, strict=True)
+    ]  # fmt: skip
+    asked = [request(str(i), prompts[i], 40, drafters=names, **params[i]) for i, names in enumerate(wanted)]
+    it = engine(target, "eagle3 and ngram", padded, max_num_seqs=3, adaptive_drafts=adaptive)
+    it.warm_up()
+    found, kinds = chosen(it, *asked)
+    assert list(found.values()) == plain
+    for one, names in zip(asked, wanted, strict=True):
+        assert kinds[one.id] <= set(names or ("eagle3", "ngram")), one.id
+        if not adaptive:
+            assert kinds[one.id] == set(names or ("eagle3", "ngram")), one.id
+
+
+@LAYOUTS
+@pytest.mark.parametrize("names", [("ngram",), ("eagle3",)])
+def test_drawn_drafts_obey_the_choice(target: Target, names: tuple[str, ...], padded: bool) -> None:
+    """Greedy answers are those of plain decoding, and a seed repeats its tokens, whoever shares the batch."""
+    prompts = repeating(4, 14)
+    plain = [served(engine(target, "none", padded), request("x", one, 40))["x"] for one in prompts]
+    it = engine(target, "eagle3 and ngram, drawn", padded)
+    taken = []
+    by_rule = it.drafter._by_rule  # type: ignore[union-attr]
+
+    def spied(draft: Draft, found: Found) -> Draft:
+        taken.append((int(draft.size.sum()), int(found.size.sum())))
+        return by_rule(draft, found)
+
+    it.drafter._by_rule = spied  # type: ignore[union-attr]
+    assert list(served(it, *(request(str(i), one, 40, drafters=names) for i, one in enumerate(prompts))).values()) == plain
+    own, looked_up = map(sum, zip(*taken, strict=True))
+    assert (own > 0, looked_up > 0) == ("eagle3" in names, "ngram" in names)
+    one = request("a", prompts[0], 40, drafters=names, temperature=1.0, seed=3)
+    first = served(it, one)
+    others = [request(str(i), text, 20, temperature=1.0, seed=i) for i, text in enumerate(prompts)]
+    assert served(it, one, *others)["a"] == first["a"]
+
+
+@pytest.mark.parametrize(
+    "drafter,names,words",
+    [
+        ("none", ("ngram",), "no drafter"),
+        ("ngram", ("suffix",), "has loaded ngram"),
+        ("eagle3", ("eagle3", "ngram"), r"drafters=\['ngram'\].*has loaded eagle3;"),
+        ("eagle3 and ngram", ("mtp",), "eagle3 and ngram"),
+    ],
+)
+def test_a_drafter_that_is_not_loaded_is_refused(target: Target, drafter: str, names: tuple[str, ...], words: str) -> None:
+    it = engine(target, drafter, False)
+    with pytest.raises(SettingError, match=words):
+        it.add(request("a", [5, 6], drafters=names))
+    assert not it.has_work
 
 
 # The end of a request before its time

@@ -170,6 +170,8 @@ PARAMS = {
     "detokenize": flags(True),
     "cache_salt": Values("client-1", NOT_TEXT, [("", None), ("a", "a"), (np.str_("x"), "x"), (None, None)]),
     "priority": wholes(0, -LARGEST, LARGEST, none=0),
+    "num_speculative_tokens": wholes(2, 0, LARGEST),
+    "drafters": texts("ngram"),
     "structured": Values(
         "{'choice': ['yes', 'no']}",
         [5, True, "x", "", b"x", [], ["choice"], {}, {"words": ["x"]}, {5: 1}, {"regex": "a", "choice": ["a"]}, object(), NAN,

@@ -469,6 +469,8 @@ def test_a_drafter_that_never_drafted_is_warned_of_once(loaded, caplog: pytest.L
     it = llm(loaded, {"method": "ngram", "prompt_lookup_min": 1}, adaptive_drafts=False)
     it.generate(["the thing"] * 3, params)
     assert it.stats.drafts.drafted > 0 and warnings(caplog) == []
+    llm(loaded, nothing).generate(["the thing"] * 3, replace(params, num_speculative_tokens=0))
+    assert warnings(caplog) == []
     streamed = llm(loaded, nothing)
     for _ in range(2):
         list(streamed.stream("the thing", params))

@@ -183,6 +183,11 @@ class Speculation:
                 settings["num_speculative_tokens"] = min(depth, MOST_DRAFTED)
         return cls(**settings)
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The names of the drafters that these settings load: the method, and ngram if a look-up drafts beside a head."""
+        return (self.method, "ngram") if self.method in HEADS and self.prompt_lookup_min else (self.method,)
+
     def effective(self) -> dict[str, Any]:
         """The settings that this method reads, with the values in force."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k in self.keys_of(self.method)}

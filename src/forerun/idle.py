@@ -28,16 +28,17 @@ class IdleDrafter:
     def __init__(self, speculation: Speculation | None, sequences: int, context: int | None) -> None:
         """Warns if the schedule has k = 0 for every number of running sequences."""
         self._speculation, self._context = speculation, context
-        self._said = False
+        self._said = self._off = False
         policy = Policy(speculation)
         if speculation is not None and not any(policy.width(running) for running in range(1, sequences + 1)):
             schedule = [list(entry) for entry in speculation.num_speculative_tokens_per_batch_size or ()]
             self._say(f"num_speculative_tokens_per_batch_size={schedule} has k = 0 wherever 1 to {sequences} sequences run")
 
-    def asked(self, prompt: int, prediction: bool) -> None:
+    def asked(self, prompt: int, prediction: bool, off: bool = False) -> None:
         """Call this for each request. Warns if nothing can be drafted for it. prompt: its length in tokens; prediction: whether
-        it has one."""
-        if self._speculation is None:
+        it has one; off: whether it wants no drafts, so that none are missed."""
+        self._off = self._off or off
+        if self._speculation is None or off:
             return
         if self._speculation.method == "prediction" and not prediction:
             self._say("a request brings no prediction; give it SamplingParams(prediction=...)")
@@ -46,7 +47,7 @@ class IdleDrafter:
 
     def ended(self, stats: DraftStats) -> None:
         """Call this when all requests have ended. Warns if there were many steps and no draft."""
-        if self._speculation is not None and stats.drafted == 0 and stats.steps >= MANY:
+        if self._speculation is not None and stats.drafted == 0 and stats.steps >= MANY and not self._off:
             self._say(f"not once in {stats.steps} steps: {NOTHING_FOUND[self._speculation.method]}")
 
     def _say(self, why: str) -> None:

@@ -457,5 +457,5 @@ class LLM:
 
     def _requests(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Request]:
         requests = self.prompts.requests(prompt, params)
-        self._idle_drafter.asked(len(prompt), bool(requests[0].prediction))
+        self._idle_drafter.asked(len(prompt), bool(requests[0].prediction), params.num_speculative_tokens == 0)
         return requests

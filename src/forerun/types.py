@@ -59,6 +59,8 @@ class SamplingParams:
     `prediction`. detokenize: off: the answer has token ids and no text, which saves the host half of its work for a token.
     cache_salt: what the request leaves in the prefix cache and in the shared suffix tree is found by requests with the same
     text here only; "" is None. priority: lower ones are admitted first and preempted last; of equal ones the first that came.
+    num_speculative_tokens: drafted tokens of a step at most, where the engine's is more; 0: no drafts. drafters: the names of
+    those that may draft, of the ones that the engine has loaded (Speculation.drafters); empty: all.
     structured: the form that the answer must have, StructuredOutput or a mapping with one of its fields.
 
     checks.py says how values are converted: numpy's and torch's scalars, 7.0 for 7, a list for a tuple, digits as keys of
@@ -88,6 +90,8 @@ class SamplingParams:
     detokenize: bool = setting(True, Flag())
     cache_salt: str | None = setting(None, Text("client-1", empty=True))
     priority: int = setting(0, Whole(-LARGEST, LARGEST, 0))
+    num_speculative_tokens: int | None = setting(None, Whole(0, LARGEST, 2, " (0: no drafts), or None for no other limit"))
+    drafters: tuple[str, ...] = setting((), Texts(("ngram",)))
     structured: StructuredOutput | None = setting(None, structured)
 
     def __post_init__(self) -> None:

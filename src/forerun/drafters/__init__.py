@@ -25,7 +25,7 @@ class Needs(NamedTuple):
     norm); kv_bytes_per_token: of its own keys and values under the target's page numbers; weight_bytes: of its own weights;
     look_up: (min_n, max_n, vocab) of an n-gram look-up, which the commit kernel may do instead of `propose`; pass_tokens:
     drafted tokens of a row that one pass of a model makes, 0: drafting takes no pass; skips: a launch may leave the passes out;
-    cheap: it then has other drafts."""
+    cheap: it then has other drafts; choices: a request may choose one of its parts."""
 
     device: bool = False
     layers: tuple[int, ...] = ()
@@ -35,6 +35,7 @@ class Needs(NamedTuple):
     pass_tokens: int = 0
     skips: bool = False
     cheap: bool = False
+    choices: bool = False
 
 
 class Worth(NamedTuple):
@@ -50,7 +51,7 @@ class Rows(NamedTuple):
     """Rows to draft for. slot: [B] int64; k: [B] int64, tokens to draft at most, 0 allowed; width: no k is larger; features:
     sampling features of these rows, for drafts that are drawn; passes: whether passes of a model may be made; worth: what they
     are worth, None: each draft is as long as may be; going: on the host, (i, tokens [B,K], chances [B,K] of each token) -> [B]
-    bool, which rows draft on after i tokens, None: all.
+    bool, which rows draft on after i tokens, None: all; choosing: False: no row's request chose among the drafters.
 
     Each draft ends at k tokens."""
 
@@ -61,6 +62,7 @@ class Rows(NamedTuple):
     passes: bool = True
     worth: Worth | None = None
     going: Callable[[int, Tensor, Tensor], Tensor] | None = None
+    choosing: bool = True
 
 
 class Observed(NamedTuple):

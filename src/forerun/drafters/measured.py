@@ -17,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.device import send
 from forerun.drafters import Drafter, Observed, Rows, RowState, Worth
 from forerun.drafters.calibration import LEAST_SURVIVAL, Calibration, Candidates
 from forerun.drafters.calibration_host import HostCalibration, Row
@@ -28,6 +30,7 @@ from forerun.drafters.host import pack
 from forerun.drafters.ngram import NgramIndex, match
 from forerun.types import Draft, Request
 
+LOOK_UP = "ngram"  # the name of the look-up among the drafters
 SURE = 4  # tokens of a match from which on the look-up is taken before drawn drafts
 LIKELY, UNLIKELY = 0.5, 0.05  # the first token's probability that is enough for any match, and that rules the look-up out
 
@@ -48,6 +51,19 @@ class Found(NamedTuple):
     match: Tensor
 
 
+class Allowed(NamedTuple):
+    """Whether a request lets the model and the look-up draft."""
+
+    model: bool = True
+    look_up: bool = True
+
+    @classmethod
+    def of(cls, request: Request) -> Allowed:
+        """By the names of the drafters that it chose: ngram is the look-up, any other one the model."""
+        names = request.params.drafters
+        return cls(any(name != LOOK_UP for name in names), LOOK_UP in names) if names else cls()
+
+
 class Tables(Protocol):
     """Calibration or HostCalibration."""
 
@@ -60,15 +76,21 @@ class Measured:
     """What both layouts share."""
 
     def __init__(self, model: Drafter, state: RowState, look_up: LookUp | None, drawn: bool, tables: Tables) -> None:
-        self.needs = model.needs._replace(skips=not drawn, cheap=look_up is not None and not drawn)
+        self.needs = model.needs._replace(skips=not drawn, cheap=look_up is not None and not drawn, choices=look_up is not None)
         self._model, self._state, self._look_up, self._drawn, self._tables = model, state, look_up, drawn, tables
 
     def admit(self, slot: int, request: Request) -> None:
         self._model.admit(slot, request)
         self._tables.admit(slot)
+        if self._look_up is not None:
+            self._allow(slot, Allowed.of(request))
 
     def release(self, slot: int, finished: bool) -> None:
         self._model.release(slot, finished)
+
+    def _allow(self, slot: int, allowed: Allowed) -> None:
+        """Note what the slot's request lets draft."""
+        raise NotImplementedError
 
     def restart(self) -> None:
         self._model.restart()
@@ -81,13 +103,32 @@ class Measured:
             self._model.observe(seen)
 
     def propose(self, rows: Rows) -> Draft:
-        return self._by_rule(self._model.propose(rows), self._find(rows)) if self._drawn else self._weighed(rows)
+        return self._by_rule(self._own(rows), self._found(rows)) if self._drawn else self._weighed(rows)
 
     def _learn(self, seen: Observed) -> None:
         raise NotImplementedError
 
     def _weighed(self, rows: Rows) -> Draft:
         """The better of the candidates of each row."""
+        raise NotImplementedError
+
+    def _own(self, rows: Rows) -> Draft:
+        """The model's drafts, nothing for rows whose requests do not let it draft."""
+        draft, allowed = self._model.propose(rows), self._allowed_of(rows)
+        if allowed is None:
+            return draft
+        sure = None if draft.confidence is None else draft.confidence.masked_fill(~allowed[:, :1], 0.0)
+        return draft._replace(size=torch.where(allowed[:, 0], draft.size, 0), confidence=sure)
+
+    def _found(self, rows: Rows) -> Found:
+        """What the look-up finds, nothing for rows whose requests do not let it draft."""
+        found, allowed = self._find(rows), self._allowed_of(rows)
+        if allowed is None:
+            return found
+        return Found(found.tokens, *(torch.where(allowed[:, 1], part, 0) for part in (found.size, found.match)))
+
+    def _allowed_of(self, rows: Rows) -> Tensor | None:
+        """Allowed of these rows, [B,2] bool; None: all may draft."""
         raise NotImplementedError
 
     def _find(self, rows: Rows) -> Found:
@@ -117,14 +158,25 @@ class DeviceMeasured(Measured):
     ) -> None:
         self.calibration = calibration or Calibration(state)
         super().__init__(model, state, look_up, drawn, self.calibration)
+        slots, device = len(state.length), state.length.device
+        self._kept = [Allowed()] * slots
+        self._allowed = torch.ones(slots, len(Allowed()), dtype=torch.bool, device=device)  # the same as _kept
+
+    def _allow(self, slot: int, allowed: Allowed) -> None:
+        if self._kept[slot] != allowed:
+            self._kept[slot] = allowed
+            self._allowed[slot] = send(np.array(allowed), self._allowed.device)
+
+    def _allowed_of(self, rows: Rows) -> Tensor | None:
+        return self._allowed[rows.slot] if rows.choosing and self._look_up is not None else None
 
     def _learn(self, seen: Observed) -> None:
         self.calibration.learn(seen.slot[: len(seen.committed)], seen.committed)
 
     def _weighed(self, rows: Rows) -> Draft:
-        found = self._find(rows)
+        found = self._found(rows)
         if rows.passes:
-            draft = self._model.propose(rows)
+            draft = self._own(rows)
         else:
             draft = Draft(found.tokens, torch.zeros_like(rows.k), None, torch.zeros(found.tokens.shape, device=rows.k.device))
         assert draft.confidence is not None
@@ -150,6 +202,14 @@ class HostMeasured(Measured):
         self.calibration = HostCalibration()
         super().__init__(model, state, look_up, drawn, self.calibration)
         self._index: dict[int, NgramIndex] = {}
+        self._allowed: dict[int, Allowed] = {}
+
+    def _allow(self, slot: int, allowed: Allowed) -> None:
+        self._allowed[slot] = allowed
+
+    def _allowed_of(self, rows: Rows) -> Tensor | None:
+        allowed = [self._allowed.get(slot, Allowed()) for slot in rows.slot.tolist()]
+        return None if all(map(all, allowed)) else torch.tensor(allowed).view(-1, len(Allowed()))
 
     def admit(self, slot: int, request: Request) -> None:
         super().admit(slot, request)
@@ -174,7 +234,7 @@ class HostMeasured(Measured):
     def _search(self, slot: int, k: int) -> tuple[list[int], int]:
         """What the look-up finds for a slot: at most k tokens, and the length of the match."""
         index = self._index.get(slot) if k else None  # none: the dummy slot, while passes are timed
-        if index is None or self._look_up is None:
+        if index is None or self._look_up is None or not self._allowed[slot].look_up:
             return [], 0
         found, match = index.propose(self._state.history(slot), k)
         known = next((i for i, token in enumerate(found) if token >= self._look_up.vocab), len(found))
@@ -189,11 +249,14 @@ class HostMeasured(Measured):
     def _weighed(self, rows: Rows) -> Draft:
         pairs = list(zip(rows.slot.tolist(), rows.k.tolist(), strict=True))
         made = [self.calibration.row(slot, k, *self._search(slot, k)) for slot, k in pairs]
-        given = rows
+        given, allowed = rows, self._allowed_of(rows)
         if rows.worth is not None:
-            stop = Stop(made, rows.worth, self.needs.pass_tokens)
+            stop = Stop(made, rows.worth, self.needs.pass_tokens, allowed)
             k = torch.where(stop.before(), rows.k, 0)
             given = rows._replace(k=k, width=int(k.max()) if len(k) else 0, going=stop.after)
+        elif allowed is not None:
+            k = torch.where(allowed[:, 0], rows.k, 0)
+            given = rows._replace(k=k, width=int(k.max()))
         draft = self._model.propose(given)
         assert draft.confidence is not None
         columns = zip(made, draft.tokens.tolist(), draft.confidence.tolist(), draft.size.tolist(), strict=True)
@@ -214,9 +277,10 @@ class HostMeasured(Measured):
 class Stop:
     """Decides before each pass of a model which rows are worth it, and keeps the rows informed of what it drafts."""
 
-    def __init__(self, rows: list[Row], worth: Worth, pass_tokens: int) -> None:
+    def __init__(self, rows: list[Row], worth: Worth, pass_tokens: int, allowed: Tensor | None = None) -> None:
+        """allowed: as Measured._allowed_of gives it."""
         self._rows, self._worth, self._block = rows, worth, pass_tokens > 1
-        self._on = [True] * len(rows)
+        self._on = [True] * len(rows) if allowed is None else allowed[:, 0].tolist()
         self._price = worth.rate * (worth.position + worth.passes(len(rows)) / max(len(rows), 1))
 
     def before(self) -> Tensor:

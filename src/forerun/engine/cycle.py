@@ -44,8 +44,9 @@ DRAWN = Features(sampled=True)  # features with which drafts are drawn where lau
 
 class Key(NamedTuple):
     """The shapes and the work of a launch. rows: padded batch size; tokens: positions computed, padding included; width: draft
-    tokens of a row at most; top: logprobs reported for each token (-1: none, 0: the chosen token's only); passes: whether the
-    drafter may make passes of its model; observes: whether a model in the drafter observes the step."""
+    tokens of a row at most; top: logprobs reported for each token (-1: none, 0: the chosen token's only); choosing: whether a
+    request chose among the drafters; passes: whether the drafter may make passes of its model; observes: whether a model in the
+    drafter observes the step."""
 
     layout: str
     rows: int
@@ -53,13 +54,14 @@ class Key(NamedTuple):
     width: int
     features: Features = GREEDY
     top: int = -1
+    choosing: bool = False
     passes: bool = True
     observes: bool = True
 
     @property
     def bare(self) -> Key:
-        """The same launch without sampling and logprobs."""
-        return self._replace(features=GREEDY, top=-1)
+        """The same launch without what requests ask for: sampling, logprobs and a choice of drafters."""
+        return self._replace(features=GREEDY, top=-1, choosing=False)
 
 
 def decode_key(
@@ -68,8 +70,8 @@ def decode_key(
 ) -> Key:
     """The key of a decode launch. drafts: drafts of all rows together, None: `width` for each row."""
     if drafts is None:
-        return Key(UNIFORM, rows, rows * (width + 1), width, features, top, passes, observes)
-    return Key(SHARED, rows, rows + drafts, width, features, top, passes, observes)
+        return Key(UNIFORM, rows, rows * (width + 1), width, features, top, passes=passes, observes=observes)
+    return Key(SHARED, rows, rows + drafts, width, features, top, passes=passes, observes=observes)
 
 
 class Report(NamedTuple):
@@ -341,20 +343,21 @@ class Cycle:
             return None, None
         exact = key.layout == EXACT
         features, worth = key.features if exact else DRAWN, self.worth if exact else None
-        draft = self.draft(layout.slot, layout.wanted, features, key.passes, worth)
+        draft = self.draft(layout.slot, layout.wanted, features, key.passes, worth, key.choosing)
         counts[:, NEXT_DRAFT] = self.state.draft_size[layout.slot]
         return draft.confidence, draft.cheap
 
     def draft(
-        self, slot: Tensor, wanted: Tensor | None, features: Features, passes: bool = True, worth: Worth | None = None
-    ) -> Draft:
-        """Draft for these slots [B] and keep the drafts. wanted: as in Layout, on the CPU if given; passes, worth: as in
-        Rows."""
+        self, slot: Tensor, wanted: Tensor | None, features: Features, passes: bool = True, worth: Worth | None = None,
+        choosing: bool = True,
+    ) -> Draft:  # fmt: skip
+        """Draft for these slots [B] and keep the drafts. wanted: as in Layout, on the CPU if given; passes, worth, choosing: as
+        in Rows."""
         assert self.drafter is not None
         features = features._replace(grammar=False)  # its masks are for the block before, and the next draft is cut by them
         k = torch.where(self.state.active[slot], self.width if wanted is None else wanted, 0)
         width = self.width if wanted is None else int(k.max())
-        draft = self.drafter.propose(Rows(slot, k, width, features, passes, worth))
+        draft = self.drafter.propose(Rows(slot, k, width, features, passes, worth, choosing=choosing))
         self._keep(slot, draft)
         return draft
 

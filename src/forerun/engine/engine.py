@@ -286,6 +286,10 @@ class Engine:
         bad = [i for i in request.prompt_ids if not 0 <= i < self._vocab]
         require(not bad, "prompt", bad[:3], f"token ids run from 0 to {self._vocab - 1}")
         check_request(request, self._vocab)
+        loaded = self.config.speculation.drafters if self.config.speculation is not None else ()
+        unknown = [name for name in request.params.drafters if name not in loaded]
+        remedy = f"this engine has loaded {' and '.join(loaded) or 'no drafter'}; give one of them, or leave it out for all"
+        require(not unknown, "drafters", unknown, remedy)
         most = prompt + request.max_tokens
         require(
             most <= limit,

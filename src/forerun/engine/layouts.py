@@ -61,22 +61,24 @@ class BaseLayout:
 
     def __init__(self, cycle: Cycle, policy: Policy, runner: Runner) -> None:
         self.cycle, self.policy, self.runner = cycle, policy, runner
-        self._asked: tuple[list[Live], tuple[Features, int]] = ([], (GREEDY, -1))
+        self._choices = cycle.drafter is not None and cycle.drafter.needs.choices
+        self._asked: tuple[list[Live], tuple[Features, int, bool]] = ([], (GREEDY, -1, False))
 
     def learn(self, report: Report, rows: int, passes: bool) -> None:
         """Nothing to do."""
 
     def restart(self) -> None:
-        self._asked = ([], (GREEDY, -1))
+        self._asked = ([], (GREEDY, -1, False))
 
-    def asked(self, rows: list[PlanRow]) -> tuple[Features, int]:
-        """What these rows' requests ask for: sampling features, and the number of logprobs, rounded up to one of a few sizes.
-        The answer is kept for the next steps with the same sequences."""
+    def asked(self, rows: list[PlanRow]) -> tuple[Features, int, bool]:
+        """What these rows' requests ask for: sampling features, the number of logprobs, rounded up to one of a few sizes, and
+        whether one chose among the drafters. The answer is kept for the next steps with the same sequences."""
         sequences = [row.sequence for row in rows]
         if sequences != self._asked[0]:
             wanted = [top for s in sequences if (top := s.request.params.logprobs) is not None]
             top = next(n for n in (-1, 20, 100) if n >= max(wanted, default=-1))
-            self._asked = (sequences, (self.cycle.features([s.slot for s in sequences]), top))
+            choosing = self._choices and any(s.request.params.drafters for s in sequences)
+            self._asked = (sequences, (self.cycle.features([s.slot for s in sequences]), top, choosing))
         return self._asked[1]
 
 
@@ -134,7 +136,8 @@ class ExactLayout(BaseLayout):
         if self.cycle.drafter is None or not self.cycle.width:
             return [0] * len(rows)
         width = self.policy.width(len(rows))
-        most = [max(min(width, row.sequence.remaining - 2), 0) for row in rows]  # this step and the next commit one each
+        of = [row.sequence for row in rows]
+        most = [max(min(width, s.remaining - 2, s.most_drafted), 0) for s in of]  # this step and the next commit one each
         if not any(most) or self._passes:
             return most
         for row in rows:
@@ -264,7 +267,6 @@ class PaddedLayout(BaseLayout):
         offer, k = 0, d.k
         if self._skips and len(d.offers) > 1:
             offer = self._usual_best(d, self.runner.cost(d.offers, context_of(rows)))
-            self._at_hand = d.launches[offer].passes
             if not d.launches[offer].observes:
                 self._miss(d)
         elif len(d.offers) > 1:
@@ -273,6 +275,7 @@ class PaddedLayout(BaseLayout):
             seconds = self.runner.cost(d.offers, context_of(rows))
             choice = self.policy.choose(Offers(d.widths, d.drafts, seconds), survival, most)
             offer, k = choice.offer, choice.drafts + d.k[len(rows) :]
+        self._at_hand = d.launches[offer].passes
         return Launch(d.launches[offer], [d.slot, k], rows)
 
     def _usual_best(self, d: Decoding, seconds: list[float]) -> int:
@@ -339,16 +342,19 @@ class PaddedLayout(BaseLayout):
         if enough:
             limits += self.shared(padded)
             offers += [decode_key(padded, self.widths[-1], drafts) for drafts in self.shared(padded)]
+        idle = self._skips and not any(row.sequence.most_drafted for row in rows)  # no request wants drafts
+        if idle:
+            offers = [decode_key(padded, 0, passes=False)]
         ends = [0, len(offers)]
-        for observes in (True, False) if self._skips else ():
+        for observes in (True, False) if self._skips and not idle else ():
             cheap = [width for width in self.cheap_widths if width <= self.widths[enough]]
             offers += [decode_key(padded, width, passes=False, observes=observes) for width in cheap]
             limits += [-1] * len(cheap)
             ends.append(len(offers))
         widths = [key.width for key in offers]
         histories = [row.sequence.history for row in rows]
-        asked = self.asked(rows)
-        launches = [key._replace(features=asked[0], top=asked[1]) for key in offers]
+        features, top, choosing = self.asked(rows)
+        launches = [key._replace(features=features, top=top, choosing=choosing) for key in offers]
         return Decoding(rows, slot, k, histories, launches, offers, widths, limits, list(pairwise(ends)))
 
     def shared(self, rows: int) -> tuple[int, ...]:

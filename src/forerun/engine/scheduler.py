@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from forerun.config import MOST_DRAFTED
 from forerun.engine.pages import ROOT, Before, Pages
 from forerun.engine.policy import AcceptanceHistory, Policy
 from forerun.engine.stats import DraftStats, RequestStats
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request under way. number: of its arrival; prompt: tokens of its prompt; limit: its maximum length; stops: the ids
-    that end it; epoch: how often it left a slot; in_flight: steps in flight that commit tokens for it; max_in_flight: the most
-    tokens they commit;
+    that end it; most_drafted: draft tokens of a step at most; epoch: how often it left a slot; in_flight: steps in flight that
+    commit tokens for it; max_in_flight: the most tokens they commit;
     computed: positions with keys and values once all launched steps are done; settled: those computed by steps that were read;
     observed: positions that the drafter's model observed before it missed one, None: all; serial, published: its last page in
     the prefix cache, and how many it has there; mapped: how many of its pages are in the slot's block table; row: its part in
@@ -51,6 +52,7 @@ class Sequence:
     prompt: int = field(init=False)
     limit: int = field(init=False)
     stops: frozenset[int] = field(init=False)
+    most_drafted: int = field(init=False)
     computed: int = 0
     settled: int = 0
     observed: int | None = None
@@ -77,6 +79,8 @@ class Sequence:
         self.prompt = len(self.request.prompt_ids)
         self.limit = self.prompt + self.request.max_tokens
         self.stops = frozenset(self.request.stop_ids)
+        k = self.request.params.num_speculative_tokens
+        self.most_drafted = MOST_DRAFTED if k is None else min(k, MOST_DRAFTED)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -272,12 +276,12 @@ class Scheduler:
 
     def _most(self, decoding: list[Sequence]) -> list[int]:
         """Draft tokens of each of these rows, at most: none before its first token, later one less than it may still produce,
-        since a step commits one token more than it accepts."""
+        since a step commits one token more than it accepts; never more than its request allows."""
         width = self.policy.width(len(self.running))
         if width == 0:
             return [0] * len(decoding)
         rooms = [s.limit - len(s.ids) - s.in_flight - 1 if len(s.ids) + s.in_flight > s.prompt else 0 for s in decoding]
-        return [width if room > width else room for room in rooms]
+        return [min(width, room, s.most_drafted) for room, s in zip(rooms, decoding, strict=True)]
 
     def _admit(self, left: int, rows: list[PlanRow]) -> list[Sequence]:
         admitted = []

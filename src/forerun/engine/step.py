@@ -121,11 +121,11 @@ class Step:
             parts.append((rows, self._receive(report), key))  # before the next launch, since graphs share their memory
             exact = key.layout == EXACT
         unfinished = [row for row in plan.rows if not row.commits]
-        resumed = [row.sequence.slot for row in unfinished if row.sequence.resumes(row)]
+        resumed = [row.sequence for row in unfinished if row.sequence.resumes(row)]
         if resumed and self.cycle.drafter is not None:
-            at = send_integers(resumed, self.device)
-            wanted = torch.full_like(at, self.cycle.width) if exact else None
-            self.cycle.draft(at, wanted, self.cycle.features(resumed) if exact else DRAWN)
+            slots = [s.slot for s in resumed]
+            wanted = torch.tensor([min(self.cycle.width, s.most_drafted) for s in resumed]) if exact else None
+            self.cycle.draft(send_integers(slots, self.device), wanted, self.cycle.features(slots) if exact else DRAWN)
         spent = time.perf_counter() - start
         draft, _, verify = self.cycle.times if exact else (0.0, 0.0, 0.0)
         return InFlight(plan.rows, parts, unfinished, mark(self.device), Times(draft, spent - draft - verify, verify))
@@ -192,7 +192,7 @@ class Step:
         slots = [s.slot for s in sequences]
         for s in sequences:
             self.mirror.catch_up(s.slot, s.ids)
-        k = torch.tensor([max(min(width, s.remaining - 1), 0) for s in sequences])
+        k = torch.tensor([max(min(width, s.remaining - 1, s.most_drafted), 0) for s in sequences])
         with torch.inference_mode():
             draft = self.host_drafter.propose(Rows(torch.tensor(slots), k, int(k.max())))
             self.cycle.keep(slots, draft)
