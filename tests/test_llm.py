@@ -233,7 +233,7 @@ def test_bad_drafting_settings_are_named(loaded, config, words: str) -> None:  #
 
 def test_the_schedule_turns_drafts_off_under_load(loaded) -> None:  # type: ignore[no-untyped-def]
     config = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 64, 0]]}
-    it = llm(loaded, config)
+    it = llm(loaded, config, adaptive_drafts=False)
     it.generate(["the thing in the thing"] * 3, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     assert it.stats.drafts.drafted == 0
     it.generate("the thing in the thing", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
