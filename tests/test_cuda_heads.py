@@ -89,6 +89,11 @@ def test_drafts_are_kept() -> None:
     survival, chances = torch.rand(2, 3, device=DEVICE), torch.ones(3, 5, device=DEVICE)
     cuda_heads.keep(slot, size, tokens, survival, draft, kept, chances)
     assert draft.tolist() == [[4, 5, 6, 0, 0], [0] * 5, [1, 2, 3, 0, 0]] and kept.tolist() == [3, 9, 0]
+    # the host sends slots, sizes and tokens as parts of one tensor
+    sent = torch.tensor([[2, 1, 7, 8, 9], [1, 2, 4, 5, 6], [0, 3, 4, 5, 6]], device=DEVICE)
+    parts = torch.zeros_like(draft), torch.full_like(kept, 9)
+    cuda_heads.keep(sent[:, 0], sent[:, 1], sent[:, 2:], None, *parts, chances)
+    assert parts[0].tolist() == [[4, 5, 6, 0, 0], [4, 5, 6, 0, 0], [7, 8, 9, 0, 0]] and parts[1].tolist() == [3, 2, 1]
     # a drafter on the host that found nothing
     cuda_heads.keep(slot, torch.zeros_like(size), tokens[:, :0], None, draft, kept, chances)
     assert kept.tolist() == [0, 9, 0] and draft.sum() == 21

@@ -527,3 +527,34 @@ def test_one_grammar_is_compiled_once(loaded: LoadedModel, monkeypatch: pytest.M
     for form in ({"choice": ["a", "b"]}, {"regex": "a|b"}, {"choice": ["a", "b"]}):
         it.generate(["the", "in"], SamplingParams(structured=form, max_tokens=3, n=2))
     assert made == ["choice", "regex"]
+
+
+# The default model
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "skills": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "skills"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def test_the_default_model_fills_in_a_schema() -> None:
+    """With a look-up, a head and none: the same text, which is JSON of the schema. Forced tokens save steps."""
+    loaded = LLM.load()
+    asked = [{"role": "user", "content": "Invent a person. Answer in JSON with name, age and skills."}]
+    found = []
+    for method in (None, "ngram", "eagle3"):
+        it = LLM(loaded, speculative_config=method, kv_cache_tokens=1024, adaptive_drafts=False)
+        params = [SamplingParams(temperature=t, seed=1, max_tokens=80, structured={"json_schema": PERSON}) for t in (0.0, 0.7)]
+        found.append([one.completions[0] for one in it.chat([asked, asked], params)])
+    for answers_ in zip(*found, strict=True):
+        assert len({one.token_ids for one in answers_}) == 1
+        person = json.loads(answers_[0].text)
+        assert list(person) == ["name", "age", "skills"] and 0 <= person["age"] <= 120 and 1 <= len(person["skills"]) <= 3
+        assert all(one.stats.steps < answers_[0].stats.steps for one in answers_[1:])

@@ -70,7 +70,8 @@ class Observed(NamedTuple):
     (its ids may be unset; the tokens are in the state); pending: [R] int64, committed tokens of each row before the step, None:
     one, as in decode launches; committed: [B] int64, tokens that the step committed to the first B rows; hidden: for each of
     needs.layers, [T,H] in the target's dtype; kernels: the target's, bounded to the batch's shape; width: tokens of each row,
-    None: they differ; states: whether a model takes the states; if not, it never drafts for these rows again (RowState.blind).
+    None: they differ; states: whether a model takes the states; if not, it never drafts for these rows again (RowState.blind);
+    amended: whether the launch may hold drafts that the drafter did not propose, since a row has a grammar.
 
     Each committed position is observed once, in order, except those of cached pages. After a prefix hit a drafter with
     `needs.layers` observes the last page of the hit again, so its entry for the position before that page was made with the
@@ -84,6 +85,7 @@ class Observed(NamedTuple):
     kernels: Kernels
     width: int | None = None
     states: bool = True
+    amended: bool = False
 
     @property
     def prompts(self) -> bool:

@@ -36,14 +36,22 @@ class DraftModel(Stateless):
         self._model, self._kv, self._state, self._sampling = model, kv, state, sampling
         self._vocab, self._drawn, self._padded = vocab, drawn, padded
         self._limit, self._budget = limit, budget
-        self._computed = np.zeros(len(state.length), np.int64)  # by slot, exact layout: positions with keys and values
+        # exact layout, by slot: positions with keys and values; the last draft, and where it began
+        self._computed, self._begin = np.zeros((2, len(state.length)), np.int64)
+        self._made = np.zeros(state.draft.shape, np.int64)
 
     def admit(self, slot: int, request: Request) -> None:
-        self._computed[slot] = 0
+        self._computed[slot] = self._begin[slot] = 0
 
     def observe(self, seen: Observed) -> None:
-        if self._padded and seen.prompts:
-            self._model.forward(seen.batch._replace(logits_at=seen.batch.ids.new_zeros(1)), self._kv)
+        batch = seen.batch
+        if not self._padded or not (seen.prompts or seen.amended):
+            return
+        if not seen.prompts:  # other drafts than its own may have been accepted
+            at, rows = torch.arange(len(batch.positions), device=seen.slot.device), len(seen.slot)
+            row = torch.searchsorted(batch.row_start[1:].long(), at, right=True).clamp(max=rows - 1)
+            batch = batch._replace(ids=self._state.tokens[seen.slot[row], batch.positions])
+        self._model.forward(batch._replace(logits_at=batch.ids.new_zeros(1)), self._kv)
 
     def propose(self, rows: Rows) -> Draft:
         state, slot, width = self._state, rows.slot, rows.width
@@ -52,6 +60,7 @@ class DraftModel(Stateless):
         if not self._padded:
             size = torch.minimum(size, (self._limit - length + 1).clamp(min=0))
             width = int(size.max()) if len(size) else 0
+            self._forget_wrong(slot.numpy())
         tokens = slot.new_zeros(len(slot), width)
         probs = torch.zeros(len(slot), width, self._sampling.vocab, device=slot.device) if self._drawn and width else None
         u = noise.block_noise(self._sampling.seed[slot], length, width, noise.DRAFT)  # [B,K]
@@ -71,7 +80,16 @@ class DraftModel(Stateless):
         if not self._padded:
             at, drafted = slot.numpy(), size.numpy()
             self._computed[at] = np.where(drafted > 0, length.numpy() + drafted - 1, self._computed[at])
+            self._begin[at], self._made[at, :width] = length.numpy(), tokens.numpy()
         return Draft(tokens, size, probs)
+
+    def _forget_wrong(self, slot: np.ndarray) -> None:
+        """Count keys and values only up to the first token that differs from the last draft: a grammar may have put others in
+        its place."""
+        begin = self._begin[slot]
+        there = self._state.tokens.numpy()[slot[:, None], begin[:, None] + np.arange(self._made.shape[1])]
+        right = (there == self._made[slot]).cumprod(1).sum(1)
+        self._computed[slot] = np.minimum(self._computed[slot], begin + right)
 
     def _logits(self, slot: Tensor, length: Tensor, k: Tensor, first: bool) -> Tensor:
         """Logits [B,V] after each row's last token. length: [B], tokens with drafts; first: they are for the first token of a

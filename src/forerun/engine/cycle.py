@@ -176,8 +176,8 @@ class Cycle:
         elif self.drafter is not None:
             width = key.width + 1 if key.layout == UNIFORM else None
             committed, run = counts[:, 0], kernels or self.target.kernels
-            step = (layout.rows, layout.batch, layout.pending, committed, seen.hidden, run, width, key.observes)
-            self.drafter.observe(Observed(*step))
+            step = (layout.rows, layout.batch, layout.pending, committed, seen.hidden, run, width)
+            self.drafter.observe(Observed(*step, key.observes, key.features.grammar))
             confidence, cheap = self._draft(key, layout, counts)
         self.times = Times(time.perf_counter() - verified, computed - start, verified - computed)
         return Report(tokens, counts, logprobs, confidence, cheap)

@@ -67,7 +67,7 @@ class AcceptanceHistory:
             known, chance, chances = self.confidence, 1.0, list[float]()
             for i, certain in enumerate(forced):
                 if not certain:
-                    chance = known[i] if known is not None else chance * self.optimistic_rate
+                    chance = known[i] if known is not None and i < len(known) else chance * self.optimistic_rate
                 chances.append(chance)
             self.confidence = chances
         self.at_hand = len(forced)

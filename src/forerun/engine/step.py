@@ -135,6 +135,7 @@ class Step:
         have been read."""
         cycle, sequences = self.cycle, [row.sequence for row in rows]
         slots, blocks = [s.slot for s in sequences], []
+        weighed = any([s.history.confidence is not None for s in sequences])  # else the drafter gives no chances
         for row, s, draft in zip(rows, sequences, cycle.at_hand(slots), strict=True):
             assert s.matcher is not None
             s.matcher.follow(s.ids, s.prompt)
@@ -142,9 +143,8 @@ class Step:
             blocks.append(block)
             s.history.amend(block.forced)
         if cycle.width:
-            chances = [s.history.confidence for s in sequences]
-            known = [one for one in chances if one is not None]
-            cycle.amend(slots, blocks, known if len(known) == len(chances) else None)
+            chances = [s.history.confidence or [1.0] * len(b.tokens) for s, b in zip(sequences, blocks, strict=True)]
+            cycle.amend(slots, blocks, chances if weighed else None)
         cycle.sampling.mask(slots, [block.masks for block in blocks], cycle.width)
 
     @staticmethod

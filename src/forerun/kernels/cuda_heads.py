@@ -151,6 +151,7 @@ def keep(
     [S,>=K]; draft_size: [S]."""
     rows, width = tokens.shape
     sure = survival is not None
-    given = (slot, size, tokens.contiguous(), survival.contiguous() if survival is not None else chances)
+    slot, size, tokens = (one.contiguous() for one in (slot, size, tokens))  # a draft of the host comes as parts of one tensor
+    given = (slot, size, tokens, survival.contiguous() if survival is not None else chances)
     tables = (draft, draft_size, chances, width, draft.shape[1], power_of_two(max(width, 1)), sure, pdl)
     keep_kernel[(rows,)](*given, *tables, **launch_options(1, pdl))

@@ -202,7 +202,8 @@ class Grammars:
             if wanted.json_object:
                 return make.grammar_from_json_schema('{"type": "object"}', JSON_DEFAULTS)
             if wanted.json_schema is not None:
-                return make.grammar_from_json_schema(wanted.json_schema, JSON_DEFAULTS)
+                own = "x-guidance" in json.loads(wanted.json_schema)
+                return make.grammar_from_json_schema(wanted.json_schema, {} if own else JSON_DEFAULTS)
         except ValueError as error:
             raise SettingError(wanted.kind, wanted.value, _cause(str(error))) from None
         if wanted.regex is not None:
