@@ -73,6 +73,9 @@ class Options:
         None, SERVER, f"Take only requests with a key of this file (one a line) or of the variable {KEYS} (with commas).",
         metavar="FILE", default_text="no key",
     )  # fmt: skip
+    reasoning_parser: str = option(
+        "none", SERVER, "think: the text between <think> and </think> becomes reasoning_content.", choices=("none", "think")
+    )
     grace: float = option(30.0, SERVER, "Seconds that requests under way have to end after a signal.")
     max_queue: int = option(256, LIMITS, "Requests that may wait, beside those that run; more get 429.")
     max_body_bytes: int = option(8 << 20, LIMITS, "Bytes of a request.")
@@ -98,6 +101,7 @@ LLM_OPTIONS = (
 )  # fmt: skip
 SERVER_OPTIONS = (
     "host", "port", "grace", "max_queue", "max_body_bytes", "max_prompt_tokens", "max_n", "body_timeout", "request_timeout",
+    "reasoning_parser",
 )  # fmt: skip
 
 

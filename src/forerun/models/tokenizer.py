@@ -126,6 +126,22 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    def tool_template(self) -> str | None:
+        """The chat template of conversations with tools; None if it does not read them. Raises SettingError if it is broken."""
+        if not self._templates or "tools" not in self._template(True, "").reads:
+            return None
+        return self._source(True)
+
+    def _source(self, tools: bool) -> str:
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        return self._templates.get(name) or next(iter(self._templates.values()))
+
+    def _template(self, tools: bool, messages: object) -> Template:
+        source = self._source(tools)
+        if source not in self._compiled:
+            self._compiled[source] = _compile(source, messages)
+        return self._compiled[source]
+
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None, variables: Mapping[str, Any] | None = None,
@@ -138,11 +154,7 @@ class Tokenizer:
         if not self._templates:
             why = "the model has no chat template; give a prompt, or a model made for chat"
             raise SettingError("messages", _short(messages), why)
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        source = self._templates.get(name) or next(iter(self._templates.values()))
-        if source not in self._compiled:
-            self._compiled[source] = _compile(source, messages)
-        template, reads = self._compiled[source]
+        template, reads = self._template(bool(tools), messages)
         for key in variables or {}:
             require(key not in GIVEN_ELSEWHERE, "chat_template_kwargs", key, f"give {key} as an argument of its own")
             known = ", ".join(sorted(reads - {"messages", "raise_exception", "strftime_now"})) or "none"

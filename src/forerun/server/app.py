@@ -9,6 +9,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from forerun import __version__
 from forerun.checks import SettingError, require
 from forerun.prompts import Prompts
-from forerun.server import openapi, schemas
+from forerun.server import openapi, schemas, tools
 from forerun.server.client import Answers, Busy, Client, Gone
 from forerun.server.forms import Model, error_body
 from forerun.server.messages import Ready
@@ -88,7 +89,9 @@ class Server:
             return [self._conversation(asked)]
 
         groups = await self._groups(asked, prompts, len(body))
-        return await self._answer(request, asked, ChatReply(asked, groups, self._names[0], self._prompts.tokenizer), groups)
+        reasoning = self._settings.reasoning_parser == "think"
+        reply = ChatReply(asked, groups, self._names[0], self._prompts.tokenizer, reasoning)
+        return await self._answer(request, asked, reply, groups)
 
     async def completions(self, request: HTTPRequest) -> Response:
         body = await self._body(request)
@@ -169,9 +172,15 @@ class Server:
         return bytes(data)
 
     def _conversation(self, asked: schemas.ChatRequest | schemas.TokenizeRequest) -> tuple[int, ...]:
-        """The ids of its messages."""
-        ids = self._prompts.chat_ids(
+        """The ids of its messages and tools."""
+        messages, described = tools.conversation(
+            self._prompts.tokenizer,
             [message.plain() for message in asked.messages or ()],
+            [tool.plain() for tool in asked.shown],
+        )
+        ids = self._prompts.chat_ids(
+            messages,
+            tools=described,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=bool(asked.continue_final_message),
             chat_template_kwargs=asked.chat_template_kwargs,
@@ -187,6 +196,11 @@ class Server:
 
         def make() -> list[list[Request]]:
             params = asked.sampling(self._ready.sampling)
+            if isinstance(asked, schemas.ChatRequest) and asked.shown:
+                form = tools.form(self._prompts.tokenizer)
+                if forced := [(function.name, function.parameters) for function in asked.forced]:
+                    several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
+                    params = replace(params, structured={"grammar": tools.grammar(forced, form, several)})
             require(params.n <= self._settings.max_n, "n", params.n, f"this server allows at most {self._settings.max_n}")
             found = []
             for ids in prompts():
@@ -323,7 +337,8 @@ class settings_named:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, SettingError):
-            raise Refusal(400, str(error), self._field_of(error.name)) from None
+            field = self._field_of(error.name)
+            raise Refusal(400, str(error) if field == error.name else f"{field}: {error}", field) from None
 
 
 def parsed(kind: type[Asked], body: bytes) -> Asked:

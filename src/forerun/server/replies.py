@@ -6,27 +6,29 @@ import codecs
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from forerun.engine.stats import DraftStats, RequestStats, prediction_counts
 from forerun.models.tokenizer import Tokenizer
 from forerun.server.forms import Metrics, Usage
 from forerun.server.schemas import ChatRequest, CompletionRequest, Sampling
+from forerun.server.tools import THINK, Reader, joined_calls
 from forerun.types import Event, FinishReason, Logprob, Request
 
 LOWEST = -9999.0  # in place of -inf, which JSON lacks
 
 
 class Piece:
-    """What some events add to a choice."""
+    """What some events add to a choice. calls: tool calls and their continuations, in OpenAI's form of a stream."""
 
-    __slots__ = ("logprobs", "reason", "text", "tokens")
+    __slots__ = ("calls", "logprobs", "reason", "reasoning", "text", "tokens")
 
     def __init__(self) -> None:
-        self.text = ""
+        self.text = self.reasoning = ""
+        self.calls: list[dict[str, Any]] = []
         self.tokens: tuple[int, ...] = ()
         self.logprobs: tuple[Logprob, ...] = ()
-        self.reason: FinishReason | None = None
+        self.reason: FinishReason | Literal["tool_calls"] | None = None
 
     def take(self, event: Event) -> None:
         self.text += event.text
@@ -36,6 +38,8 @@ class Piece:
 
     def add(self, other: Piece) -> None:
         self.text += other.text
+        self.reasoning += other.reasoning
+        self.calls += other.calls
         self.tokens += other.tokens
         self.logprobs += other.logprobs
         self.reason = other.reason
@@ -50,7 +54,8 @@ class Choice:
         self.produced = 0
         self.tokens: list[int] = []  # kept for requests with a prediction
         self.stats: RequestStats | None = None
-        self.begun = False
+        self.begun = self.called = False
+        self.reader: Reader | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters of its tokens so far
 
@@ -93,6 +98,8 @@ class Reply:
                 raise RequestError(event.error)
             self.choices[event.request_id].note(event)
             pieces.setdefault(event.request_id, Piece()).take(event)
+        for name, piece in pieces.items():
+            self._read(self.choices[name], piece)
         return pieces
 
     def whole(self, pieces: dict[str, Piece]) -> dict[str, Any]:
@@ -104,7 +111,8 @@ class Reply:
         """The events of a stream for these pieces. Tokens without text so far have no event."""
         found = []
         for name, piece in pieces.items():
-            if piece.text or piece.reason or piece.logprobs or (self.ids and piece.tokens):
+            news = piece.text or piece.reasoning or piece.calls or piece.reason or piece.logprobs
+            if news or (self.ids and piece.tokens):
                 choice = self.choices[name]
                 found.append({**self._head(self.chunk_kind), "choices": [self._delta(choice, piece)]})
                 choice.begun = True
@@ -157,6 +165,9 @@ class Reply:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
+    def _read(self, choice: Choice, piece: Piece) -> None:
+        """Take from the text of a piece what is no content."""
+
     def _choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -176,18 +187,43 @@ class ChatReply(Reply):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
-        self, asked: ChatRequest, groups: Sequence[Sequence[Request]], model: str, tokenizer: Tokenizer
-    ) -> None:
+        self, asked: ChatRequest, groups: Sequence[Sequence[Request]], model: str, tokenizer: Tokenizer,
+        reasoning: bool = False,
+    ) -> None:  # fmt: skip
+        """reasoning: whether it is told apart from the content. Not in an answer that must be calls."""
         super().__init__(asked, groups, model, tokenizer)
         self._noted = bool(asked.logprobs)
+        calls, reasoning = bool(asked.shown), reasoning and not asked.forced
+        if calls or reasoning:
+            parallel = asked.parallel_tool_calls is not False
+            for choice in self.choices.values():
+                end = tokenizer.decode(choice.request.prompt_ids[-len(THINK) :], False) if reasoning else ""
+                choice.reader = Reader(calls, parallel, reasoning, end.rstrip().endswith(THINK))
+
+    def _read(self, choice: Choice, piece: Piece) -> None:
+        if choice.reader is None:
+            return
+        parts = choice.reader.feed(piece.text, piece.reason is not None)
+        piece.text, piece.reasoning, piece.calls = parts.content, parts.reasoning, parts.calls
+        choice.called = choice.called or bool(parts.calls)
+        if choice.called and piece.reason == "stop":
+            piece.reason = "tool_calls"
 
     def _choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            message |= {"content": piece.text or None, "tool_calls": joined_calls(piece.calls)}
         return self._with(choice, piece, "message", message, True)
 
     def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
-        if piece.text or not choice.begun:
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            delta["tool_calls"] = piece.calls
+        if piece.text or not (choice.begun or piece.reasoning or piece.calls):
             delta["content"] = piece.text
         return self._with(choice, piece, "delta", delta, False)
 

@@ -3,6 +3,7 @@ sampling parameters are those that SamplingParams declares."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
@@ -223,15 +224,69 @@ class CompletionRequest(Sampling):
         return [one if isinstance(one, str) else tuple(one) for one in self.prompt]
 
 
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(Strict):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object; left out: any object.")
+    strict: bool | None = Field(None, description="Has no effect: calls that tool_choice forces always follow the schema.")
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """What a chat template reads."""
+        function = self.function.model_dump(exclude={"strict"}, exclude_unset=True)
+        return {"type": self.type, "function": function}
+
+
+class FunctionChoice(Strict):
+    name: FunctionName
+
+
+class ToolChoice(Strict):
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call of an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Annotated[int, WHOLE] | None = Field(None, description="Has no effect.")
+
+    def plain(self) -> dict[str, Any]:
+        """What a chat template reads: the arguments as an object, or as text if they are none."""
+        arguments: Any = self.function.arguments
+        try:
+            found = json.loads(arguments)
+            arguments = found if isinstance(found, dict) else arguments
+        except (ValueError, RecursionError):
+            pass
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Strict):
-    """A message of a conversation. The fields after tool_call_id come back from clients that send an answer of the server as it
-    was; they have no effect, and those for audio and functions must be null."""
+    """A message of a conversation. The fields after reasoning_content come back from clients that send an answer of the server
+    as it was; they have no effect, and those for audio and functions must be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -241,10 +296,15 @@ class Message(Strict):
         """What a chat template reads."""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         found["content"] = "" if self.content is None else joined(self.content)
-        for name in ("name", "tool_calls", "tool_call_id"):
+        for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 found[name] = value
+        if self.tool_calls:
+            found["tool_calls"] = [call.plain() for call in self.tool_calls]
         return found
+
+
+Tools = Annotated[list[Tool], Field(max_length=128)]
 
 
 class ChatRequest(Sampling):
@@ -255,6 +315,38 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+        None, description="none: the tools are not shown to the model. Left out: auto."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Off: at most one call in an answer. Left out: on.")
+
+    @model_validator(mode="after")
+    def _a_forced_tool_is_there(self) -> ChatRequest:
+        if self.tool_choice == "required" and not self.tools:
+            raise ValueError("tool_choice: required needs tools; give some")
+        if isinstance(self.tool_choice, ToolChoice) and not self.forced:
+            known = ", ".join(tool.function.name for tool in self.tools or ()) or "none"
+            raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is not among the tools; they are: {known}")
+        if self.forced and self.form is not None:
+            raise ValueError("tool_choice: a forced call has a form of its own; leave out structured and response_format")
+        return self
+
+    @property
+    def shown(self) -> list[Tool]:
+        """The tools that the model is told of, and whose calls are read from its answer."""
+        return [] if self.tool_choice == "none" else list(self.tools or ())
+
+    @property
+    def forced(self) -> list[Function]:
+        """The functions of which the answer must call one; [] if it need not."""
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return [tool.function for tool in self.shown if tool.function.name == choice.function.name]
+        return [tool.function for tool in self.shown] if choice == "required" else []
+
+    def field_of(self, name: str) -> str:
+        return "tools" if self.forced and name in KINDS else super().field_of(name)
 
     @model_validator(mode="after")
     def _top_logprobs_go_with_logprobs(self) -> ChatRequest:
@@ -283,6 +375,11 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+
+    @property
+    def shown(self) -> list[Tool]:
+        return list(self.tools or ())
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.checks import LARGEST, Number, Text, Texts, Whole, convert, setting
+from forerun.checks import LARGEST, Choice, Number, Text, Texts, Whole, convert, setting
 
 SECONDS = 7 * 24 * 3600.0
 
@@ -17,6 +17,7 @@ class ServerSettings:
     request. max_prompt_tokens: None: what the context allows. max_n: completions of one prompt.
     body_timeout: seconds in which a request's body must come; request_timeout: seconds that its answer may take; grace: seconds
     that requests under way have to end when the server shuts down.
+    reasoning_parser: think: the text between <think> and </think> at the start of an answer is its reasoning_content.
     checks.py says how values are converted. Raises SettingError."""
 
     host: str = setting("127.0.0.1", Text("127.0.0.1"))
@@ -30,6 +31,7 @@ class ServerSettings:
     body_timeout: float = setting(30.0, Number(0, SECONDS, 30, above=True))
     request_timeout: float = setting(3600.0, Number(0, SECONDS, 600, above=True))
     grace: float = setting(30.0, Number(0, SECONDS, 30))
+    reasoning_parser: str = setting("none", Choice(("none", "think")))
 
     def __post_init__(self) -> None:
         convert(self)
