@@ -30,6 +30,7 @@ from forerun.server.forms import Model, error_body
 from forerun.server.messages import Ready
 from forerun.server.replies import ChatReply, CompletionReply, Piece, Reply, RequestError
 from forerun.server.settings import ServerSettings
+from forerun.structured import StructuredOutput
 from forerun.types import Request
 
 INLINE = 16384  # bytes of a body; the prompt of a longer one is encoded in a thread
@@ -200,7 +201,7 @@ class Server:
                 form = tools.form(self._prompts.tokenizer)
                 if forced := [(function.name, function.parameters) for function in asked.forced]:
                     several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
-                    params = replace(params, structured={"grammar": tools.grammar(forced, form, several)})
+                    params = replace(params, structured=StructuredOutput(grammar=tools.grammar(forced, form, several)))
             require(params.n <= self._settings.max_n, "n", params.n, f"this server allows at most {self._settings.max_n}")
             found = []
             for ids in prompts():
