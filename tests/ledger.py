@@ -74,6 +74,18 @@ class Pages:
         self.keys = [torch.zeros(1)]
 
 
+class LetterTokens:
+    """A tokenizer for grammars: a letter for each id."""
+
+    size, special_ids = VOCAB, frozenset({2, POISON})
+
+    def token_bytes(self, token: int) -> bytes:
+        return LETTERS[token].encode()
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [LETTERS.index(letter) for letter in text]
+
+
 class Letters:
     """A detokenizer: a letter for each id."""
 
