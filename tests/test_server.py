@@ -154,3 +154,15 @@ def test_answers_of_a_given_form(client: openai.OpenAI, llm: LLM, stream: bool) 
         with pytest.raises(openai.BadRequestError) as error:
             client.chat.completions.create(model=llm.model.name, messages=MESSAGES, stream=stream, **form)
         assert error.value.param == field
+
+
+def test_a_request_limits_its_drafts(client: openai.OpenAI, llm: LLM) -> None:
+    """The answer stays the same; the metrics show what was drafted."""
+    asked = dict(model=llm.model.name, messages=MESSAGES, temperature=0, max_tokens=40)
+    whole = client.chat.completions.create(**asked)
+    for extra, most in (({"num_speculative_tokens": 0}, 0), ({"num_speculative_tokens": 1}, 1), ({"drafters": ["ngram"]}, 3)):
+        got = client.chat.completions.create(**asked, extra_body=extra)
+        assert got.choices[0].message.content == whole.choices[0].message.content
+        assert got.metrics["drafted_tokens"] <= most * got.metrics["steps"]
+    with pytest.raises(openai.BadRequestError, match="drafters.*loaded ngram"):
+        client.chat.completions.create(**asked, extra_body={"drafters": ["suffix"]})

@@ -134,6 +134,12 @@ class Sampling(Strict):
         None, description="The prefix cache and the shared suffix tree are shared with requests of the same salt only."
     )
     priority: Annotated[int, like("priority"), WHOLE] | None = Field(None, description="Lower ones are admitted first.")
+    num_speculative_tokens: Annotated[int, like("num_speculative_tokens"), WHOLE] | None = Field(
+        None, description="Drafted tokens of a step at most; 0: no drafts."
+    )
+    drafters: Annotated[list[Phrase], Field(max_length=16)] | None = Field(
+        None, description="Those of the loaded drafters that may draft; left out: all."
+    )
     user: str | None = Field(None, description="Has no effect.")
 
     @model_validator(mode="after")
