@@ -76,6 +76,9 @@ class Options:
     reasoning_parser: str = option(
         "none", SERVER, "think: the text between <think> and </think> becomes reasoning_content.", choices=("none", "think")
     )
+    metrics_names: str = option(
+        "forerun", SERVER, "The names on /metrics: forerun, or vllm for vLLM's names beside them.", choices=("forerun", "vllm")
+    )
     grace: float = option(30.0, SERVER, "Seconds that requests under way have to end after a signal.")
     max_queue: int = option(256, LIMITS, "Requests that may wait, beside those that run; more get 429.")
     max_body_bytes: int = option(8 << 20, LIMITS, "Bytes of a request.")
@@ -101,7 +104,7 @@ LLM_OPTIONS = (
 )  # fmt: skip
 SERVER_OPTIONS = (
     "host", "port", "grace", "max_queue", "max_body_bytes", "max_prompt_tokens", "max_n", "body_timeout", "request_timeout",
-    "reasoning_parser",
+    "reasoning_parser", "metrics_names",
 )  # fmt: skip
 
 

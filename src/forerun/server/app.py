@@ -12,6 +12,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 from starlette.applications import Starlette
@@ -77,6 +78,7 @@ class Server:
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health),
             Route("/version", self.version),
+            Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi),
         ]
         app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: refused, Exception: failed})
@@ -141,6 +143,10 @@ class Server:
 
     async def version(self, request: HTTPRequest) -> Response:
         return JSON({"version": __version__})
+
+    async def metrics(self, request: HTTPRequest) -> Response:
+        text = self._client.metrics.text(self._names[0], self._ready.kv_tokens, self._settings.metrics_names)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def openapi(self, request: HTTPRequest) -> Response:
         return JSON(openapi.document(bool(self._settings.api_keys)))

@@ -25,6 +25,7 @@ from forerun.server.messages import (
     Unusable,
     frame,
 )
+from forerun.server.metrics import Metrics
 from forerun.types import Event, Request
 
 LOG = logging.getLogger("forerun")
@@ -96,13 +97,13 @@ class Answers:
 class Client(asyncio.Protocol):
     """most: requests under way at most, running and waiting. on_broken: called once if the engine breaks.
 
-    broken: why the engine does not work any more. snapshot: the last of the engine; None before the first."""
+    broken: why the engine does not work any more. metrics: of this server, with the engine's last snapshot."""
 
     def __init__(self, most: int, on_broken: Callable[[], None] = lambda: None) -> None:
         self.most, self._on_broken = most, on_broken
         self.broken: str | None = None
         self.closing = False
-        self.snapshot: EngineSnapshot | None = None
+        self.metrics = Metrics()
         self._frames = Frames()
         self._answers: dict[str, Answers] = {}  # by request id, of requests that have not ended
         self._process: subprocess.Popen[bytes] | None = None
@@ -137,6 +138,7 @@ class Client(asyncio.Protocol):
         answers = Answers(self, groups)
         for group in groups:
             self._answers.update(dict.fromkeys((request.id for request in group), answers))
+            self.metrics.submitted(group)
             self._send(Submit(tuple(group)))
         return answers
 
@@ -144,6 +146,7 @@ class Client(asyncio.Protocol):
         """End requests; their events are not wanted any more."""
         for request_id in ids:
             self._answers.pop(request_id, None)
+        self.metrics.forget(ids)
         if self.broken is None:
             self._send(Abort(tuple(ids)))
 
@@ -175,6 +178,7 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
             if isinstance(message, Step):
+                self.metrics.observe(message.at, message.events)
                 for event in message.events:
                     answers = self._answers.get(event.request_id)
                     if answers is not None:
@@ -188,7 +192,7 @@ class Client(asyncio.Protocol):
                 if (answers := self._answers.get(message.id)) is not None:
                     answers.fail(message.error)
             elif isinstance(message, EngineSnapshot):
-                self.snapshot = message
+                self.metrics.snapshot = message
             elif isinstance(message, Broken):
                 self._break(f"the engine is beyond repair: {message.error}")
             elif isinstance(message, Ready):

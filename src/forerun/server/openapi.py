@@ -32,9 +32,11 @@ ROUTES: dict[str, tuple[str, Any, Any, dict[int, str]]] = {  # path: what it doe
     "/detokenize": ("The text of token ids.", schemas.DetokenizeRequest, forms.Text, WRONG),
     "/health": ("Whether requests are answered.", None, forms.Health, {}),
     "/version": ("The version of Forerun.", None, forms.Version, {}),
+    "/metrics": ("What Prometheus reads.", None, None, {}),
 }
 STREAMING = ("/v1/chat/completions", "/v1/completions")
 EVENTS = "With stream true: server-sent events, each with a part of the answer, and [DONE] as the last."
+METRICS: dict[str, Any] = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 UNGUARDED = ("/health", "/version")
 
 
@@ -59,7 +61,7 @@ def document(keys: bool) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, (what, request, form, errors) in ROUTES.items():
         guarded = keys and path not in UNGUARDED
-        responses = {"200": answer("The answer.", form)}
+        responses: dict[str, Any] = {"200": answer("The answer.", form) if form is not None else dict(METRICS)}
         responses |= {str(status): answer(why, forms.ErrorBody) for status, why in errors.items()}
         if path in STREAMING:
             responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string", "description": EVENTS}}

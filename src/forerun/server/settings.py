@@ -18,6 +18,7 @@ class ServerSettings:
     body_timeout: seconds in which a request's body must come; request_timeout: seconds that its answer may take; grace: seconds
     that requests under way have to end when the server shuts down.
     reasoning_parser: think: the text between <think> and </think> at the start of an answer is its reasoning_content.
+    metrics_names: forerun, or vllm for vLLM's names beside ours on /metrics.
     checks.py says how values are converted. Raises SettingError."""
 
     host: str = setting("127.0.0.1", Text("127.0.0.1"))
@@ -32,6 +33,7 @@ class ServerSettings:
     request_timeout: float = setting(3600.0, Number(0, SECONDS, 600, above=True))
     grace: float = setting(30.0, Number(0, SECONDS, 30))
     reasoning_parser: str = setting("none", Choice(("none", "think")))
+    metrics_names: str = setting("forerun", Choice(("forerun", "vllm")))
 
     def __post_init__(self) -> None:
         convert(self)
