@@ -164,5 +164,5 @@ def test_a_request_limits_its_drafts(client: openai.OpenAI, llm: LLM) -> None:
         got = client.chat.completions.create(**asked, extra_body=extra)
         assert got.choices[0].message.content == whole.choices[0].message.content
         assert got.metrics["drafted_tokens"] <= most * got.metrics["steps"]
-    with pytest.raises(openai.BadRequestError, match="drafters.*loaded ngram"):
+    with pytest.raises(openai.BadRequestError, match=r"drafters.*loaded ngram"):
         client.chat.completions.create(**asked, extra_body={"drafters": ["suffix"]})
