@@ -177,7 +177,7 @@ class CpuKernels:
         if not isinstance(weight, Blocks) or len(weight.parts) != 1 or not ids.is_contiguous():
             return weight.embed(ids)
         y = torch.empty(len(ids), weight.columns, dtype=self.dtype)
-        part = ctypes.addressof(self._struct(weight)) + 8  # of struct Matrix
+        part = (ctypes.c_int64 * 3).from_buffer(self._struct(weight), 8)  # the first of struct Matrix
         self.lib.fr_embed(self.wide, part, weight.columns, ids.data_ptr(), len(ids), y.data_ptr(), self.threads)
         return y
 
