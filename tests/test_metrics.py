@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -114,3 +117,20 @@ def test_the_instrument_reads_them(server: Inside, dialect: str) -> None:
     assert counters.drafts == totals.drafts.drafting_steps and counters.generation_tokens == totals.output_tokens
     assert counters.accepted_at == tuple(totals.drafts.accepted_at)
     assert kv_tokens_of(metrics, read) == server.llm.engine.kv_tokens
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(server: Inside) -> None:
+    """By the names of their samples, and with labels that these have. The estimated speed-up may not be known yet."""
+    board = json.loads((Path(__file__).parents[1] / "docs" / "grafana.json").read_text(encoding="utf-8"))
+    there: dict[str, set[str]] = {"forerun:speculation_speedup": {"model_name"}}
+    for family in families(text(server)):
+        for sample in family.samples:
+            there.setdefault(sample.name, set()).update(sample.labels)
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(asked) > 12
+    for query in asked:
+        names = re.findall(r"forerun:\w+", query)
+        assert names and set(names) <= set(there), query
+        labels = set(re.findall(r"by \((\w+)\)", query)) | set(re.findall(r"(\w+)=~", query))
+        assert all(labels <= there[name] for name in names), query
+    assert "forerun:generation_tokens_total" in board["templating"]["list"][1]["query"]
