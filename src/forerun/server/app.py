@@ -4,12 +4,14 @@ whatever is wrong with it is an error of its own and no part of a stream. A clie
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -36,6 +38,12 @@ from forerun.types import Request
 
 INLINE = 16384  # bytes of a body; the prompt of a longer one is encoded in a thread
 RETRY_AFTER = 1  # seconds
+PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+SCRIPT = PAGE.partition("<script>")[2].partition("</script>")[0]
+POLICY = (  # nothing from elsewhere, and no script but the page's own
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    f"frame-ancestors 'none'; script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'"
+)
 
 Asked = TypeVar("Asked", bound=schemas.Strict)
 
@@ -80,6 +88,8 @@ class Server:
             Route("/version", self.version),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi),
+            Route("/live", self.live),
+            Route("/", self.page),
         ]
         app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: refused, Exception: failed})
         return with_keys(app, self._settings.api_keys) if self._settings.api_keys else app
@@ -147,6 +157,12 @@ class Server:
     async def metrics(self, request: HTTPRequest) -> Response:
         text = self._client.metrics.text(self._names[0], self._ready.kv_tokens, self._settings.metrics_names)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def live(self, request: HTTPRequest) -> Response:
+        return JSON(self._client.metrics.live(self._names[0]))
+
+    async def page(self, request: HTTPRequest) -> Response:
+        return Response(PAGE, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
     async def openapi(self, request: HTTPRequest) -> Response:
         return JSON(openapi.document(bool(self._settings.api_keys)))

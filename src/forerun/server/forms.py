@@ -95,6 +95,7 @@ class ChatChoice(TypedDict):
     finish_reason: Reason
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
+    accepted: NotRequired[list[bool]]
 
 
 class ChatCompletion(TypedDict):
@@ -121,6 +122,7 @@ class CompletionChoice(TypedDict):
     finish_reason: Reason
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
+    accepted: NotRequired[list[bool]]
 
 
 class Completion(TypedDict):
@@ -169,3 +171,26 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class LiveRequest(TypedDict):
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+
+
+class Live(TypedDict):
+    time: float
+    model: str
+    running: int
+    waiting: int
+    kv_used: int
+    kv_tokens: int
+    output_tokens: int
+    verify_steps: int
+    drafting_steps: int
+    drafted: int
+    accepted: int
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+    speedup: float | None
+    requests: list[LiveRequest]

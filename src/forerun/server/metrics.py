@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from forerun.engine.stats import EngineSnapshot, EngineStats
+from forerun.server.forms import Live
 from forerun.types import Event, Request
 
 PREFIX, VLLM = "forerun:", "vllm:"
@@ -32,16 +34,18 @@ TIMES = {  # seconds; name: what it is, buckets
 }
 PARTS = {"drafting": "draft_s", "forward": "forward_s", "verifying": "verify_s", "waiting": "wait_s", "coordinating": "other_s"}
 LABEL = "model_name"
+SHOWN = 50  # requests on the page
 
 
 class _Live:
-    """A request under way. arrived, first, last: perf_counter seconds of its arrival, first and last token."""
+    """A request under way. arrived, first, last: perf_counter seconds of its arrival, first and last token; tokens: so far."""
 
-    __slots__ = ("arrived", "first", "last", "prompt")
+    __slots__ = ("arrived", "first", "last", "prompt", "tokens")
 
     def __init__(self, prompt: int) -> None:
         self.prompt, self.arrived = prompt, time.perf_counter()
         self.first = self.last = 0.0
+        self.tokens = 0
 
 
 class Metrics:
@@ -86,6 +90,7 @@ class Metrics:
                     times["time_to_first_token_seconds"].observe(at - live.arrived)
                     self._prompt.inc(live.prompt)
                 live.last = at
+                live.tokens += len(event.tokens)
             if event.finish_reason is not None:
                 del self._live[event.request_id]
                 self._ended(live, at, event)
@@ -101,6 +106,23 @@ class Metrics:
         if stats.output_tokens > 1:
             each = (live.last - live.first) / (stats.output_tokens - 1)
             times["request_time_per_output_token_seconds"].observe(each)
+
+    def live(self, model: str) -> Live:
+        """What the page at / shows: the engine's last snapshot, and up to SHOWN requests under way, the oldest first."""
+        now, at = self.snapshot, time.perf_counter()
+        totals = now.totals if now else EngineStats()
+        drafts = totals.drafts
+        return {
+            "time": at, "model": model, "running": now.running if now else 0, "waiting": now.waiting if now else 0,
+            "kv_used": now.kv_used if now else 0, "kv_tokens": now.kv_tokens if now else 0,
+            "output_tokens": totals.output_tokens, "verify_steps": drafts.steps, "drafting_steps": drafts.drafting_steps,
+            "drafted": drafts.drafted, "accepted": drafts.accepted, "drafted_by_position": list(drafts.drafted_at),
+            "accepted_by_position": list(drafts.accepted_at), "speedup": now.speedup if now else None,
+            "requests": [
+                {"id": name, "prompt_tokens": one.prompt, "output_tokens": one.tokens, "seconds": at - one.arrived}
+                for name, one in islice(self._live.items(), SHOWN)
+            ],
+        }  # fmt: skip
 
     def text(self, model: str, kv_tokens: int, names: str) -> bytes:
         """All metrics, in Prometheus' text format. model: the label model_name. kv_tokens: capacity of the KV cache.

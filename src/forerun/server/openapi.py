@@ -32,12 +32,14 @@ ROUTES: dict[str, tuple[str, Any, Any, dict[int, str]]] = {  # path: what it doe
     "/detokenize": ("The text of token ids.", schemas.DetokenizeRequest, forms.Text, WRONG),
     "/health": ("Whether requests are answered.", None, forms.Health, {}),
     "/version": ("The version of Forerun.", None, forms.Version, {}),
+    "/live": ("What the page at / shows.", None, forms.Live, {}),
     "/metrics": ("What Prometheus reads.", None, None, {}),
+    "/": ("A page for people.", None, None, {}),
 }
 STREAMING = ("/v1/chat/completions", "/v1/completions")
 EVENTS = "With stream true: server-sent events, each with a part of the answer, and [DONE] as the last."
-METRICS: dict[str, Any] = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
-UNGUARDED = ("/health", "/version")
+TEXTS = {"/metrics": ("Prometheus' text format.", "text/plain"), "/": ("HTML.", "text/html")}
+UNGUARDED = ("/health", "/version", "/")
 
 
 def document(keys: bool) -> dict[str, Any]:
@@ -58,10 +60,14 @@ def document(keys: bool) -> dict[str, Any]:
     def answer(what: str, form: Any) -> dict[str, Any]:
         return {"description": what, "content": {"application/json": {"schema": named(form)}}}
 
+    def text(path: str) -> dict[str, Any]:
+        what, kind = TEXTS[path]
+        return {"description": what, "content": {kind: {"schema": {"type": "string"}}}}
+
     paths: dict[str, Any] = {}
     for path, (what, request, form, errors) in ROUTES.items():
         guarded = keys and path not in UNGUARDED
-        responses: dict[str, Any] = {"200": answer("The answer.", form) if form is not None else dict(METRICS)}
+        responses: dict[str, Any] = {"200": answer("The answer.", form) if form is not None else text(path)}
         responses |= {str(status): answer(why, forms.ErrorBody) for status, why in errors.items()}
         if path in STREAMING:
             responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string", "description": EVENTS}}

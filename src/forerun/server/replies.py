@@ -19,20 +19,24 @@ LOWEST = -9999.0  # in place of -inf, which JSON lacks
 
 
 class Piece:
-    """What some events add to a choice. calls: tool calls and their continuations, in OpenAI's form of a stream."""
+    """What some events add to a choice. calls: tool calls and their continuations, in OpenAI's form of a stream. accepted: for
+    each token whether it was drafted and accepted."""
 
-    __slots__ = ("calls", "logprobs", "reason", "reasoning", "text", "tokens")
+    __slots__ = ("accepted", "calls", "logprobs", "reason", "reasoning", "text", "tokens")
 
     def __init__(self) -> None:
         self.text = self.reasoning = ""
         self.calls: list[dict[str, Any]] = []
         self.tokens: tuple[int, ...] = ()
+        self.accepted: list[bool] = []
         self.logprobs: tuple[Logprob, ...] = ()
         self.reason: FinishReason | Literal["tool_calls"] | None = None
 
     def take(self, event: Event) -> None:
         self.text += event.text
         self.tokens += event.tokens
+        accepted = event.counts[1] if event.counts else 0  # the first tokens of a step
+        self.accepted += [i < accepted for i in range(len(event.tokens))]
         self.logprobs += event.logprobs
         self.reason = event.finish_reason
 
@@ -41,6 +45,7 @@ class Piece:
         self.reasoning += other.reasoning
         self.calls += other.calls
         self.tokens += other.tokens
+        self.accepted += other.accepted
         self.logprobs += other.logprobs
         self.reason = other.reason
 
@@ -86,7 +91,7 @@ class Reply:
     def __init__(self, asked: Sampling, groups: Sequence[Sequence[Request]], model: str, tokenizer: Tokenizer) -> None:
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.model, self.tokenizer = model, tokenizer
-        self.ids = bool(asked.return_token_ids)
+        self.ids, self.marks = bool(asked.return_token_ids), bool(asked.return_accepted)
         requests = [(request, i == 0) for group in groups for i, request in enumerate(group)]
         self.choices = {request.id: Choice(i, request, first) for i, (request, first) in enumerate(requests)}
 
@@ -112,7 +117,7 @@ class Reply:
         found = []
         for name, piece in pieces.items():
             news = piece.text or piece.reasoning or piece.calls or piece.reason or piece.logprobs
-            if news or (self.ids and piece.tokens):
+            if news or ((self.ids or self.marks) and piece.tokens):
                 choice = self.choices[name]
                 found.append({**self._head(self.chunk_kind), "choices": [self._delta(choice, piece)]})
                 choice.begun = True
@@ -176,6 +181,8 @@ class Reply:
 
     def _token_ids(self, choice: Choice, piece: Piece, whole: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        if self.marks:
+            found["accepted"] = piece.accepted
         if self.ids:
             found["token_ids"] = piece.tokens
             if whole or not choice.begun:

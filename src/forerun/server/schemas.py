@@ -130,6 +130,7 @@ class Sampling(Strict):
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     structured: Structured | None = Field(None, description="The form of the answer; not with response_format.")
     return_token_ids: bool | None = Field(None, description="Also return the token ids of prompt and answer.")
+    return_accepted: bool | None = Field(None, description="Also return which tokens were drafted and accepted.")
     cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
         None, description="The prefix cache and the shared suffix tree are shared with requests of the same salt only."
     )
