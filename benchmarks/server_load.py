@@ -31,7 +31,17 @@ from forerun.bench.records.machine import describe, load_average, versions
 from forerun.bench.workloads.tasks import TASKS
 
 LEAVES = 0.05  # of the requests under load end when their client leaves
-FORMS: list[dict[str, Any]] = [{}, {}, {"structured": {"regex": r"[A-Z][a-z]{3,12}( [a-z]{2,9}){3,8}\."}}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": {
+        "type": "object", "properties": {"subject": {"type": "string", "maxLength": 20}}, "required": ["subject"],
+        "additionalProperties": False,
+    }},
+}  # fmt: skip
+FORMS: list[dict[str, Any]] = [
+    {}, {}, {"structured": {"regex": r"[A-Z][a-z]{3,12}( [a-z]{2,9}){3,8}\."}}, {},
+    {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+]  # fmt: skip
 
 
 def requests(count: int) -> list[dict[str, Any]]:
@@ -47,13 +57,19 @@ def requests(count: int) -> list[dict[str, Any]]:
     return found
 
 
+def said(message: dict[str, Any]) -> str:
+    """Of a message or a delta: its content, and names and arguments of its calls."""
+    calls = (call["function"] for call in message.get("tool_calls") or ())
+    return (message.get("content") or "") + "".join((f.get("name") or "") + (f.get("arguments") or "") for f in calls)
+
+
 async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], leave: bool = False) -> str | None:
     """The text of the answer; None: the client left."""
     async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
         if answer.status != 200:
             raise RuntimeError(f"{answer.status}: {await answer.text()}")
         if not body.get("stream"):
-            return str((await answer.json())["choices"][0]["message"]["content"])
+            return said((await answer.json())["choices"][0]["message"])
         text, ended = "", False
         async for line in answer.content:
             if not line.startswith(b"data: "):
@@ -62,7 +78,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], le
                 ended = True
                 continue
             for choice in json.loads(line[6:])["choices"]:
-                text += choice["delta"].get("content") or ""
+                text += said(choice["delta"])
             if leave and text:
                 return None
         if not ended:
